@@ -5,11 +5,13 @@
 
 A producer and two readers of each connector are killed and restarted, stopped for up to a second,
 left without a free descriptor for a moment (not over zmq+ipc and ucx: libzmq and UCX end a process
-that has none), or, by root, with so little memory that the kernel ends most, in random order. They
-use every feature of the library, and leave on their own, too: a reader by an exception, a timeout,
-`break`, `release_unread` or its death at any chunk, a producer by an exception in its block.
+that has none), or, by root, with so little memory that the kernel ends most, in random order. Over
+zmq+tcp, all connections of both readers, lanes too, are cut. The processes use every feature of the
+library, and leave on their own, too: a reader by an exception, a timeout, `break`, `release_unread`
+or its death at any chunk, a producer by an exception in its block.
 
 Every reader compares the SHA-256 of the bytes that it got with that of the bytes that were put, and
+the path of its ledger with the configured one, which both ends require, and so do receipts; it
 writes down what it has seen before it leaves. The judge, `tests/support/network/evidence.py`, reads
 the logs of all processes, also of those that were killed: what a receipt says was released, was
 read by so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung;
@@ -55,6 +57,8 @@ from support.network.features import FEATURES, PLAIN, feature_of, runs_over  # n
 CONNECTORS = ("shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "zmq+tcp-plain", "ucx", "auto")
 NOT_RUN = {("zmq+ipc", "descriptors"), ("ucx", "descriptors")}
 """Kinds of faults that the library beneath a connector does not survive."""
+REQUIRED = {"shm": "shm", "auto": "shm,encrypted", "zmq+ipc": "encrypted", "zmq+tcp": "encrypted"}
+"""Requirements for the path of a connector, at both ends."""
 FAULTS = 24
 """Of one campaign."""
 KEYS = 120
@@ -62,6 +66,8 @@ LEAVES = 0.3
 """How often a reader leaves a payload unread."""
 LOST = "lost: "
 """What is untrue also in a campaign that did not come to its end."""
+TCP = ("zmq+tcp", "zmq+tcp-plain")
+"""Connectors whose connections are cut: through a relay."""
 POOR = ("descriptors", "memory")
 """Faults in which any call of a process may fail: it is asked for plain payloads only."""
 
@@ -89,6 +95,7 @@ def run(
         # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
         options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
         options |= {"mode": mode} if mode and mode != "plain" else {}
+        options |= {"require": REQUIRED[scheme]} if scheme in REQUIRED and mode != "plain" else {}
         logs = Path(folder, "logs")
         logs.mkdir()
         campaign = Campaign(
@@ -198,6 +205,7 @@ def main() -> int:
         while left > 0 and connectors:
             for connector in connectors:
                 mine = [kind for kind in kinds if (connector, kind) not in NOT_RUN]
+                mine = [kind for kind in mine if kind != "cut" or connector in TCP]
                 scheme, count = connector.partition("-")[0], min(FAULTS, left)
                 features = [f for f in args.feature or FEATURES if runs_over(f, scheme)]
                 left -= count

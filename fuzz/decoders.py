@@ -43,7 +43,7 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.outputs import KVSent
 from omni_kvlink.errors import ConnectorError
 from omni_kvlink.link.end_metadata import decode_extra, encode_extra
-from omni_kvlink.link.kvlink import _parse
+from omni_kvlink.link.kvlink import read_url
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
 from omni_kvlink.lookup.tokens import DIGEST_SIZE, digest
@@ -364,7 +364,7 @@ def read_address(data: bytes) -> None:
             _ = address.url, address.zmq_endpoint, address.is_local, address.is_ipv6
     with contextlib.suppress(ValueError):
         split_url(text)
-    _parse(text, {})
+    read_url(text, {})
 
 
 def read_keys(data: bytes) -> None:

@@ -286,6 +286,17 @@ class Texts(ListOf):
         return super()._read((value,) if isinstance(value, str) else value, name)
 
 
+class Choices(ListOf):
+    """Some of several texts: a list, or one text, which separates them by commas."""
+
+    def __init__(self, *values: str):
+        super().__init__(Choice(*values))
+        self.allowed = f"some of {', '.join(values)}: a list, or a text with commas"
+
+    def _read(self, value: Any, name: str) -> tuple[Any, ...]:
+        return super()._read(value.split(",") if isinstance(value, str) else value, name)
+
+
 class MapOf(Rule):
     """A mapping of texts to what `rule` allows, which becomes a dict."""
 

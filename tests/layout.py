@@ -66,8 +66,11 @@ LAYERS = (
     "integrations.vllm integrations.vllm_omni",
     "integrations",
     "testing",
-    "cli",
+    "inspection",
+    "cli.arguments cli.process cli.terminal",
     "bench",
+    "doctor",
+    "cli",
 )
 """The folders and modules of the package, lowest first. A file imports from its own entry and from
 lines above, never from a neighbour on its line; imports inside functions count."""

@@ -12,7 +12,7 @@ import pytest
 import omni_kvlink
 from omni_kvlink import errors
 from omni_kvlink.connectors import base
-from omni_kvlink.connectors.control import listener, monitored_socket
+from omni_kvlink.connectors.control import monitored_socket, refusals
 from omni_kvlink.connectors.protocol import fetch_plan, transfer_table
 from omni_kvlink.connectors.runtime import consumer
 from omni_kvlink.connectors.shm.channel import MAX_BACKLOG
@@ -110,7 +110,7 @@ def test_zmq_names_every_reason_of_a_refusal() -> None:
 def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
     operations, protocol = page("operations.md"), page("protocol.md")
     for text, figure in (
-        (operations, f"at most {listener.MAX_PEERS:,} consumers"),
+        (operations, f"at most {refusals.MAX_PEERS:,} consumers"),
         (operations, f"every {monitored_socket.HEARTBEAT_MS / 1000:g} s;"),
         (operations, f"after {monitored_socket.HEARTBEAT_TIMEOUT_MS / 1000:g} s without"),
         (operations, f"TCP connection | {monitored_socket.HANDSHAKE_MS / 1000:g} s |"),

@@ -33,7 +33,7 @@ from omni_kvlink.integrations.vllm.settings import (
 )
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.link import ConnectOptions, ServeOptions
-from omni_kvlink.settings import FilePath, Flag, Integer, Settings, Size, SomeOf, rules
+from omni_kvlink.settings import Choices, FilePath, Flag, Integer, Settings, Size, SomeOf, rules
 
 ROOT = Path(omni_kvlink.__file__).parent
 KINDS: dict[type[Settings], dict[str, Any]] = {
@@ -101,6 +101,7 @@ def _below(kind: type[Settings]) -> set[type[Settings]]:
 def test_keywords_are_the_options() -> None:
     """And a type checker allows of each what its rule allows."""
     types = {Flag: "bool", Size: "int | str", Integer: "int", FilePath: "str | os.PathLike[str]"}
+    types[Choices] = "str | Sequence[str]"
     options = {name: types.get(type(rule), "str") for name, rule in rules(Options).items()}
     options["prefault"] = "int | str | Payload | None"
     hints = LinkOptions.__annotations__.items()

@@ -24,7 +24,7 @@ PACKAGE = Path(omni_kvlink.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "threads.md"
 with_page = pytest.mark.skipif(not PAGE.exists(), reason="installed without the sources")
 
-OUTSIDE = {"engine", "models", "bench", "testing"}
+OUTSIDE = {"engine", "models", "bench", "doctor", "testing"}
 """Folders of which the page says nothing."""
 NAMELESS = {"start_detached", "uninterrupted"}
 """Calls that start a thread without a name."""

@@ -64,7 +64,7 @@ class ChunkBytes:
         return wrong
 
 
-class Recorder:
+class ChunkRecorder:
     """Compares items; the CPU is that of this process from `begin` to `end`, nanoseconds."""
 
     def __init__(self, expected: Sequence[bytes]):
@@ -87,7 +87,7 @@ class Recorder:
         return {"wrong": self._wrong, "cpu": self._cpu, "ended": self._ended}
 
 
-class TimedRecorder(Recorder):
+class TimedRecorder(ChunkRecorder):
     """Notes when each item came, too; the clock runs from the first item to the last."""
 
     def __init__(self, expected: Sequence[bytes]):
@@ -151,7 +151,7 @@ class Pipe:
             unread -= self._read_replies(outstanding)
 
     def receive(
-        self, nbytes: int, positions: Sequence[int], into: Recorder, replies: bool = False
+        self, nbytes: int, positions: Sequence[int], into: ChunkRecorder, replies: bool = False
     ) -> None:
         """Read items of `nbytes` bytes each, which come in the order of `positions`; blocks."""
         buffer, filled = memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes))), 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink import KVConsumer, KVProducer, PendingBatch, Receipt, Received
-    from omni_kvlink.bench.chunks import Recorder
+    from omni_kvlink.bench.chunks import ChunkRecorder
     from omni_kvlink.lowlevel import PendingGet
 
 PATIENCE = 30.0
@@ -72,7 +72,7 @@ def _wait_for(receipts: Sequence[Receipt]) -> None:
         receipt.wait(timeout=PATIENCE)
 
 
-def get_singly(link: KVConsumer, run: int, outstanding: int, into: Recorder) -> None:
+def get_singly(link: KVConsumer, run: int, outstanding: int, into: ChunkRecorder) -> None:
     """Receive in the order of the puts, with at most `outstanding` gets requested; blocks."""
     pending, requested, count = deque[tuple[float, "PendingGet"]](), 0, into.count
     for number in range(count):
@@ -84,13 +84,15 @@ def get_singly(link: KVConsumer, run: int, outstanding: int, into: Recorder) -> 
         _open(link, *pending.popleft(), number, into)
 
 
-def _open(link: KVConsumer, started: float, get: PendingGet, number: int, into: Recorder) -> None:
+def _open(
+    link: KVConsumer, started: float, get: PendingGet, number: int, into: ChunkRecorder
+) -> None:
     delivery = get.wait(timeout=PATIENCE)
     with open_delivery(link, delivery, started=started) as payload:
         _take(number, payload, into)
 
 
-def get_batches(link: KVConsumer, run: int, batch: int, into: Recorder) -> None:
+def get_batches(link: KVConsumer, run: int, batch: int, into: ChunkRecorder) -> None:
     """Receive batch after batch, each requested before the one before it is read; blocks."""
     count, requested = into.count, deque[tuple[range, "PendingBatch[Received]"]]()
     for start in range(0, count, batch):
@@ -103,11 +105,11 @@ def get_batches(link: KVConsumer, run: int, batch: int, into: Recorder) -> None:
         _take_batch(numbers, pending, into)
 
 
-def _take_batch(numbers: range, batch: PendingBatch[Received], into: Recorder) -> None:
+def _take_batch(numbers: range, batch: PendingBatch[Received], into: ChunkRecorder) -> None:
     with batch.wait(timeout=PATIENCE) as payloads:
         for number, payload in zip(numbers, payloads, strict=True):
             _take(number, payload, into)
 
 
-def _take(number: int, payload: Any, into: Recorder) -> None:
+def _take(number: int, payload: Any, into: ChunkRecorder) -> None:
     into.take(number, payload[TENSOR].view(torch.uint8).numpy().data)  # `bytes_of` takes 1 µs more

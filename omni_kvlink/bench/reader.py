@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from omni_kvlink.bench.baselines import TIMEOUT, BufferTransfer, make_end
-from omni_kvlink.bench.chunks import ChunkBytes, Pipe, Recorder, TimedRecorder
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkRecorder, Pipe, TimedRecorder
 from omni_kvlink.bench.pace import RECEIVE, ChunkReader, sent_positions
 from omni_kvlink.bench.payloads import Sources, bytes_of, found_in, make_sample
 from omni_kvlink.bench.pipelined import get_batches, get_singly
@@ -188,8 +188,8 @@ class ReaderCommands(CommandSet):
     def receive_run(
         self, kind: str, run: int, count: int, outstanding: int, batch: int
     ) -> dict[str, Any]:
-        """Receive the `count` payloads of a run; see `Recorder.result`."""
-        into = Recorder(self._content.raw_run(run, count))
+        """Receive the `count` payloads of a run; see `ChunkRecorder.result`."""
+        into = ChunkRecorder(self._content.raw_run(run, count))
         into.begin()
         if kind == "pipe":
             assert self._pipe is not None

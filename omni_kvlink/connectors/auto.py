@@ -8,6 +8,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.control.address import ControlAddress
@@ -15,6 +17,7 @@ from omni_kvlink.connectors.control.consumer import ControlConsumer, keep_freed_
 from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.control.tcp_sender import TcpSender
+from omni_kvlink.connectors.protocol.path import SHM_PATH
 from omni_kvlink.connectors.runtime.consumer import closed_here
 from omni_kvlink.connectors.runtime.event_loop import Wake
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
@@ -67,9 +70,7 @@ class AutoConsumer(ControlConsumer):
             raise
         if session is not control:
             self._disconnect(control)
-        if choice != self._choice:
-            self._choice = choice
-            _log.info("%s goes by %s: %s", self._url, *choice)
+        self._choice = choice
         return session
 
     def _choose(self, control: ControlSession, deadline: float) -> tuple[Session, tuple[str, str]]:
@@ -84,17 +85,21 @@ class AutoConsumer(ControlConsumer):
                 self._check_open()
                 reasons.append(f"no {transport}: {error}")
             else:
-                return session, (transport, "; ".join([reason, *reasons]))
-        return control, ("zmq", "; ".join(reasons))
+                return _with_why(session, transport, "; ".join([reason, *reasons]))
+        return _with_why(control, "zmq", "; ".join(reasons))
 
     def _open_shm(self, control: ControlSession, deadline: float) -> tuple[Session, str]:
+        if not all(map(SHM_PATH.meets, {*self._require, *(control.required or ())})):
+            raise ConnectorError("it is not as required")
         path, cancelled = socket_path(self._name, self._options.directory), self._cancelled
         if cancelled is None:
             raise closed_here(self._url)
         try:
             with translate_errors(path):
                 sock = dial(path, 0.0, cancelled.fd)
-                session = ShmSession(f"shm://{self._name}", sock, deadline, cancelled.fd)
+                session = ShmSession(
+                    f"shm://{self._name}", sock, deadline, cancelled.fd, self._require
+                )
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
         if session.incarnation != control.incarnation:
@@ -110,6 +115,9 @@ class AutoConsumer(ControlConsumer):
             self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
             self._closers.append(self._ucx_transport.close)
         session = UcxSession(self._resources, self._ucx_transport)
+        session.required = control.required
+        if refusal := session.path_refusal(self._require):
+            raise ConnectorError(refusal)
         return self._connect_session(session, deadline - time.monotonic()), "both ends have UCX"
 
     def _interrupt(self) -> None:
@@ -117,6 +125,13 @@ class AutoConsumer(ControlConsumer):
         if cancelled is not None:
             cancelled.set()
         super()._interrupt()
+
+
+def _with_why(session: Session, transport: str, why: str) -> tuple[Session, tuple[str, str]]:
+    """Return a session and its choice, which its path says, too."""
+    assert session.path is not None
+    session.path = msgspec.structs.replace(session.path, why=why)
+    return session, (transport, why)
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
+from omni_kvlink.connectors.protocol.path import REQUIREMENTS
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import LayoutCache
-from omni_kvlink.settings import Choice, FilePath, Integer, Settings, Size, Text
+from omni_kvlink.settings import Choice, Choices, FilePath, Integer, Settings, Size, Text
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class Options(Settings):
             those of `put` are copied there, those of `get` are tensors there. Memory for the whole
             `quota` is allocated at once. It takes a `ucx://` link with a CUDA transport in
             `ucx_tls`; elsewhere they lie in the host's, and `stats()` says why.
+        require: what the path of the bytes must be, one or several of "shm" (memory that both ends
+            map), "encrypted" (or on one kernel), "rdma" and "gpu". A link that would take another
+            path is refused when it opens, on both sides, and when it reconnects.
     """
 
     quota: Annotated[int, Size(least=1)] = 4 << 30
@@ -112,6 +116,7 @@ class Options(Settings):
     ucx_devices: str = ""
     tcp: str = ""
     device: Annotated[str, Device()] = ""
+    require: Annotated[tuple[str, ...], Choices(*REQUIREMENTS)] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,9 +146,11 @@ class Connector(ABC):
         device: the device whose memory its payloads lie in, such as "cuda:0"; "" for the host's.
         host_reason: why that is the host's although `Options.device` names a device, with the cure;
             "" if the connector always uses the host's.
+        tells_path: whether it keeps to `Options.require`, and `stats()` has the `path`.
         layouts: those of the payloads that went over this end.
     """
 
+    tells_path = False
     device: str = ""
     host_reason: str = ""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import SLOT, Location, Message
+from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.connectors.runtime.consumer import (
     MappedGet,
     MappedSession,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
 
+_PATH = LinkPath("inproc", shared_kernel=True, why="both ends are in one process")
 _listeners: dict[str, InprocListener] = {}
 _changed = threading.Condition()
 
@@ -51,13 +54,23 @@ os.register_at_fork(after_in_child=_forget_listeners)
 class InprocListener(Listener):
     """The producer's side: consumers get readonly views of the producer's memory."""
 
+    paths = (_PATH,)
+
     def __init__(self, name: str, producer: PooledProducer):
-        self._name, self.producer = name, producer
+        self._name, self.producer, self.refused = name, producer, Counter()
         self.sessions: set[InprocSession] = set()
         with _changed:
             if _listeners.setdefault(name, self) is not self:
                 raise BusyError(f"inproc://{name} is served already in this process")
             _changed.notify_all()
+
+    def readers(self) -> list[PeerHandle]:
+        """Return the sessions."""
+        return [*self.sessions]
+
+    def stats(self) -> dict[str, Any]:
+        """Return refusals by reason."""
+        return {"refused": dict(self.refused or ())}
 
     def open(self) -> None:
         """Do nothing: sessions come by calls."""
@@ -85,7 +98,8 @@ class InprocSession(MappedSession, PeerHandle):
         super().__init__(listener)
         self._url, self._producer = url, listener.producer
         self._loop = self._producer.loop
-        self.incarnation = self._producer.incarnation
+        self.incarnation, self.required = self._producer.incarnation, self._producer.require
+        self.set_path(_PATH)
         make = partial(MappedGet, self)
         self.get_table = GetTable(make, self.send, self.send, self.send_all)
         listener.sessions.add(self)
@@ -125,8 +139,8 @@ class InprocSession(MappedSession, PeerHandle):
 class InprocConsumer(SessionConsumer):
     """The consuming end of `inproc://name`."""
 
-    def __init__(self, name: str):
-        super().__init__(f"inproc://{name}")
+    def __init__(self, name: str, options: Options):
+        super().__init__(f"inproc://{name}", options.require)
         self._name = name
 
     def _interrupt(self) -> None:
@@ -157,7 +171,7 @@ def _serve(name: str, options: Options) -> PooledProducer:
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:
     refuse_keys(f"inproc://{name}", options)
-    return InprocConsumer(name).connect(timeout)
+    return InprocConsumer(name, options).connect(timeout)
 
 
 BACKEND = Backend(serve=_serve, connect=_connect)

@@ -182,8 +182,8 @@ class BackgroundGet:
         Blocks while it reconnects.
         """
         self._retries += 1
-        limit = self.seconds_left()
-        if self._retries > MAX_RETRIES or not can_retry(self.link, self.pending, timeout=limit):
+        limit = self.seconds_left() if self._retries <= MAX_RETRIES else 0.0
+        if not can_retry(self.link, self.pending, timeout=limit):
             return False
         return self._move(GetPhase.CONNECTING, GetPhase.TAKEN)
 

@@ -29,12 +29,15 @@ from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.manifest import KnownHeader
+from omni_kvlink.payload.safetensors_file import write_payload
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_memory import open_copy, payload_views
 from omni_kvlink.settings import Choice, Integer
 from omni_kvlink.system.waits import Deadline, check_timeout
 
 if TYPE_CHECKING:
+    import os
+
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
@@ -196,8 +199,8 @@ class KVConsumer(LinkEnd):
             except PeerLostError:
                 stream.release_unread()
                 retries += 1
-                limit = deadline.seconds_left()
-                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
+                limit = deadline.seconds_left() if retries <= MAX_RETRIES else 0.0
+                if not can_retry(self, pending, timeout=limit):
                     raise
             except BaseException:
                 stream.release_unread()
@@ -213,8 +216,8 @@ class KVConsumer(LinkEnd):
                 return pending, pending.wait(timeout=deadline.seconds_left())
             except PeerLostError:
                 retries += 1
-                limit = deadline.seconds_left()
-                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
+                limit = deadline.seconds_left() if retries <= MAX_RETRIES else 0.0
+                if not can_retry(self, pending, timeout=limit):
                     raise
             [pending] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
 
@@ -368,6 +371,7 @@ class Received(ReceivedPayload):
                 copies=self._delivery.copies,
                 digests="crc32c" if plan.has_digests else "off",
                 seconds={"wait": arrived - started, "view": opened - arrived},
+                path=self._delivery.path,
             )
         return self._ledger
 
@@ -445,6 +449,16 @@ class Received(ReceivedPayload):
             lambda region: copier.scatter(manifest, region, targets),
         )
         self._mark_read()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the payload, header and tensors, as a .safetensors file: the bytes that arrived.
+
+        Blocks for that. It does not count as read by it. FileError if the file cannot be written.
+        """
+        region, nbytes = self._delivery.open_region(), self.manifest.nbytes
+        on_host = region.device == "cpu"
+        payload = region.view(0, nbytes) if on_host else memoryview(region.read(0, nbytes))
+        write_payload(path, payload)
 
     def release(self) -> None:
         """Release the payload as read; tensors that are kept elsewhere keep its memory."""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.copier import COPIER, Copier, named_copier
-from omni_kvlink.errors import SchemaError
+from omni_kvlink.errors import ConnectorError, SchemaError
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES
@@ -22,6 +23,7 @@ from omni_kvlink.system.waits import check_timeout
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from typing_extensions import Unpack
 
@@ -46,6 +48,7 @@ class LinkOptions(TypedDict, total=False):
     ucx_devices: str
     tcp: str
     device: str
+    require: str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,7 @@ class LinkUrl(Text):
     def _read(self, value: Any, name: str) -> str:
         text = super()._read(value, name)
         try:
-            scheme = _parse(text, {})[0] if text else "shm"
+            scheme = read_url(text, {})[0] if text else "shm"
         except SchemaError as error:
             raise SchemaError(f"{name}: {error}") from None
         if not is_known(scheme):
@@ -108,6 +111,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
 
         Raises:
             BusyError: the name is served already.
+            ConnectorError: no reader can ever have a path as in `require`.
             UnavailableError: the connector or the copier cannot run here.
             SchemaError: the URL, an option or the copier's name is not valid.
         """
@@ -117,6 +121,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         def open_end() -> KVProducer:
             with translate_errors(url):
                 end = opening.connector.serve(opening.address, opening.options)
+            opening.check_path(end)
             bound, reason = url.replace(*end.bound_url, 1), opening.host_reason(end)
             return KVProducer(bound, end, opening.copier, digests=digests, host_reason=reason)
 
@@ -139,7 +144,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             TransferTimeout: no producer within `timeout` seconds.
             UnavailableError: the connector or the copier cannot run here.
             VersionError: the producer speaks another major version.
-            ConnectorError: the producer refused this process.
+            ConnectorError: the producer refused this process, or the path is not as in `require`.
             SchemaError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
@@ -148,6 +153,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         def open_end() -> KVConsumer:
             with translate_errors(url):
                 end = opening.connector.connect(opening.address, opening.options, limit)
+            opening.check_path(end)
             return KVConsumer(url, end, opening.copier, host_reason=opening.host_reason(end))
 
         return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
@@ -161,7 +167,7 @@ class _Opening:
     """A URL and its options, read: the connector and the copier of an end that is to be opened."""
 
     def __init__(self, url: str, copier: str | Copier, options: dict[str, Any]):
-        self._scheme, self.address, self.options = _parse(url, options)
+        self._scheme, self.address, self.options = read_url(url, options)
         self.copier = named_copier(copier)
         self._refusal = "" if self.options.device else "no device= was given"
         if self.options.device and not self.copier.uses_device_memory:
@@ -171,6 +177,13 @@ class _Opening:
         with translate_errors(url):
             self.connector = backend(self._scheme)
 
+    def check_path(self, end: Connector) -> None:
+        """Close an end and raise ConnectorError if it does not keep to `require`."""
+        refusal = "" if end.tells_path else path_refusal(None, self.options.require)
+        if refusal:
+            end.close()
+            raise ConnectorError(f"{self._scheme}://{self.address}: {refusal}")
+
     def host_reason(self, end: Connector) -> str:
         """Return why the payloads of this end lie in the host's memory; "" if they do not."""
         if self._refusal or end.device:
@@ -178,8 +191,11 @@ class _Opening:
         return end.host_reason or f"{self._scheme}:// has them in the host's memory; use ucx://"
 
 
-def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
-    """Split a URL into scheme, address and options; keyword options take precedence."""
+def read_url(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
+    """Split a URL into scheme, address and options; keyword options take precedence.
+
+    SchemaError if the URL, or an option, is not valid.
+    """
     scheme, location = split_url(url)
     address, _, query = location.partition("?")
     values = Options.parse(parse_qsl(query, keep_blank_values=True)) | options

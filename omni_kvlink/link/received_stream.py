@@ -118,6 +118,7 @@ class ReceivedStream(ReadBlock):
             self.manifest = delivery.open_manifest(delivery.open_region(), layouts)
             self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
             self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
+            self.ledger.path = delivery.path
             layers = self.manifest.layers()
             self._layers = {(branch.name, layer): tensors for branch, layer, tensors in layers}
             self._untaken: set[LayerKey] | None = set(self._layers)  # None: it was taken to its end

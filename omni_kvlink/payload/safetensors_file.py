@@ -18,6 +18,7 @@ from omni_kvlink.payload.views import Views, aliases, check_view_fits
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from io import FileIO
 
     from omni_kvlink.memory.region import Region
@@ -25,17 +26,51 @@ if TYPE_CHECKING:
 
 def write_file(path: str | os.PathLike[str], plan: Manifest, views: Views) -> None:
     """Write a payload; the file appears whole under its name, or an old one stays as it was."""
+    with _new_file(path, plan.nbytes) as region:
+        _copy(views, plan, region)
+        digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
+        region.view()[: plan.header_nbytes] = plan.encode(digests)
+
+
+def write_payload(path: str | os.PathLike[str], payload: memoryview) -> None:
+    """Write the bytes of a payload as they are; the file appears as that of `write_file` does."""
+    with _new_file(path, payload.nbytes) as region:
+        region.write(0, payload)
+
+
+def open_file(path: str | os.PathLike[str], *, map_it: bool) -> tuple[Manifest, Region]:
+    """Read a file into memory of its own, or map it, and validate its header; not its digests."""
+    with translate_errors(os.fspath(path), "load another path", FileError):
+        memory = _read(path, map_it=map_it)
+    region = Mapping(memory, len(memory), readonly=map_it).region
+    return Manifest.decode(region.view()), region
+
+
+def read_file(path: str | os.PathLike[str], kind: str, *, map_it: bool) -> tuple[Manifest, Region]:
+    """Do what `open_file` does, and check the `Manifest.kind` and every digest.
+
+    They are checked in the memory that is returned.
+    """
+    manifest, region = open_file(path, map_it=map_it)
+    if manifest.kind != kind:
+        raise SchemaError(
+            f"{os.fspath(path)} holds a {manifest.kind}: {manifest.kind}.load reads it"
+        )
+    verify(manifest, region)
+    return manifest, region
+
+
+@contextlib.contextmanager
+def _new_file(path: str | os.PathLike[str], nbytes: int) -> Iterator[Region]:
+    """Memory of a new file, which gets its name at the end of the block, or is removed."""
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
     with translate_errors(os.fspath(path), "save to another path", FileError):
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with os.fdopen(fd, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, plan.nbytes)
-                memory = mmap.mmap(file.fileno(), plan.nbytes)
-                region = Mapping(memory, plan.nbytes).region
-                _copy(views, plan, region)
-                digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
-                region.view()[: plan.header_nbytes] = plan.encode(digests)
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                memory = mmap.mmap(file.fileno(), nbytes)
+                yield Mapping(memory, nbytes).region
                 memory.flush()
                 os.fsync(file.fileno())
             os.replace(draft, path)
@@ -43,24 +78,6 @@ def write_file(path: str | os.PathLike[str], plan: Manifest, views: Views) -> No
             with contextlib.suppress(OSError):  # the directory was removed
                 os.unlink(draft)
             raise
-
-
-def read_file(path: str | os.PathLike[str], kind: str, *, map_it: bool) -> tuple[Manifest, Region]:
-    """Read a file into memory of its own, or map it, and validate it.
-
-    Checked are its header, its `Manifest.kind` and every digest, in the memory that is returned.
-    """
-    with translate_errors(os.fspath(path), "load another path", FileError):
-        memory = _read(path, map_it=map_it)
-    nbytes = len(memory)
-    region = Mapping(memory, nbytes, readonly=map_it).region
-    manifest = Manifest.decode(region.view())
-    if manifest.kind != kind:
-        raise SchemaError(
-            f"{os.fspath(path)} holds a {manifest.kind}: {manifest.kind}.load reads it"
-        )
-    verify(manifest, region)
-    return manifest, region
 
 
 def _read(path: str | os.PathLike[str], *, map_it: bool) -> mmap.mmap:

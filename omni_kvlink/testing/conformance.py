@@ -12,6 +12,7 @@ from omni_kvlink.testing import (
     ending_checks,
     leaving_checks,
     memory_checks,
+    path_checks,
     stream_checks,
     zero_copy_checks,
 )
@@ -38,6 +39,7 @@ def checks_of(*modules: ModuleType) -> tuple[Check, ...]:
 CONNECTOR_CHECKS = checks_of(
     delivery_checks,
     ending_checks,
+    path_checks,
     memory_checks,
     stream_checks,
     append_stream_checks,

@@ -39,6 +39,12 @@ class LinkCommands(CommandSet):
         with self._links[link].get(key, **options) as data:
             return fingerprint(data)
 
+    def get_path(self, link: str, key: str, **options: Any) -> str:
+        """Receive a payload and release it; the path of its ledger."""
+        received = self._links[link].get(key, **options)
+        with received:
+            return str(received.ledger.path)
+
     def get_many(self, link: str, keys: list[str], **options: Any) -> list[str]:
         """Receive several payloads together and release them; their fingerprints."""
         with self._links[link].get_many(keys, **options) as payloads:

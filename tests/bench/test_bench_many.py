@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import KVLink
-from omni_kvlink.bench.chunks import ChunkBytes, Pipe, Recorder
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkRecorder, Pipe
 from omni_kvlink.bench.commands import run as bench
 from omni_kvlink.bench.many import KINDS, RATIOS, result_of
 from omni_kvlink.bench.pipelined import (
@@ -169,7 +169,7 @@ def test_the_pipe_compares_and_notices_its_end(tmp_path: Path) -> None:
     paced = Paced(streams=2, chunks=40, tokens=1, hidden=50)
     data = ChunkBytes(paced)
     sender, receiver = _pipe(tmp_path)
-    into = Recorder(data.raw_run(1, 40))
+    into = ChunkRecorder(data.raw_run(1, 40))
     into.begin()
     receiving = threading.Thread(
         target=receiver.receive, args=(100, range(40), into, True), daemon=True
@@ -203,7 +203,7 @@ PACED = Paced(streams=1, chunks=20, tokens=1, hidden=8)
 def test_the_reader_requests_no_more_than_it_may(pair: tuple[KVProducer, KVConsumer]) -> None:
     producer, consumer = pair
     data, most = ChunkBytes(PACED), 0
-    into = Recorder(data.raw_run(0, 20))
+    into = ChunkRecorder(data.raw_run(0, 20))
     into.begin()
     getting = threading.Thread(target=get_singly, args=(consumer, 0, 4, into), daemon=True)
     getting.start()

@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
 def test_random_faults(tmp_path: Path, connector: str) -> None:
     document = tmp_path / "faults.json"
     options = ["--connector", connector, "--faults", "4", "--kind", "kill", "--kind", "freeze"]
+    options += ["--kind", "cut"]  # over TCP
     if connector != "zmq+ipc":
         options += ["--kind", "descriptors"]
     command = [sys.executable, str(SCRIPT), *options, "--json", str(document)]

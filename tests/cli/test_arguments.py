@@ -110,7 +110,8 @@ def is_what_it_says(option: argparse.Action, word: str, found: object) -> bool:
     if isinstance(option.type, NumberArgument):
         value = option.type.kind(word)
         return found == value and option.type.least <= value <= option.type.most
-    return found == word and (option.choices is None or word in option.choices)
+    taken = found[-1] if isinstance(found, list) else found  # of one that may be repeated
+    return taken == word and (option.choices is None or word in option.choices)
 
 
 def test_the_free_words_are_paths_and_names() -> None:
@@ -121,8 +122,23 @@ def test_the_free_words_are_paths_and_names() -> None:
         if option.type is None and option.choices is None
         for name in (option.option_strings or [str(option.metavar)])
     }
-    paths = {"--json", "--environments", "DIRECTORY", "BEFORE", "AFTER"}
-    assert free == paths | {"--row", "NAME"}
+    files = {
+        "--against",
+        "--config",
+        "--digests",
+        "--environments",
+        "--json",
+        "--keys",
+        "--keys-from",
+        "A",
+        "AFTER",
+        "B",
+        "BEFORE",
+        "DIR",
+        "DIRECTORY",
+        "FILE",
+    }
+    assert free == {*files, "--key", "--row", "--serve", "NAME", "URL"}
 
 
 @pytest.mark.parametrize(

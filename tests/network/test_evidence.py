@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.network.evidence import Entry, Record, contradictions
+from support.network.evidence import Entry, Record, contradictions, with_cuts
 
 ORDERS = {"k": ["A", "B"]}
 
@@ -171,3 +171,13 @@ def test_consistent_logs(story: str) -> None:
 def test_contradictions_are_found(events: str) -> None:
     found = list(contradictions(ORDERS, CONTRADICTIONS[events]))
     assert any(events in complaint for complaint in found), found
+
+
+def test_what_was_released_at_a_cut_may_be_denied() -> None:
+    """Two tasks about the cut; what was answered before it and after it is certain."""
+    read = [Entry(f"k{number}", "read", 0) for number in range(6)]
+    record = Record("reader", "A", 0, False, with_cuts(read, [2]))
+    assert record.reads == [entry.payload for entry in read]
+    denied = {key for key, _ in record.reads} - {key for key, _ in record.completed}
+    assert denied == {"k1", "k2", "k3"}
+    assert with_cuts(read, []) == read

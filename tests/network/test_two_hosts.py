@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from omni_kvlink import PeerLostError, TransferTimeout
+from omni_kvlink import ConnectorError, PeerLostError, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, sized
-from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
-from omni_kvlink.testing.rig import until
+from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
+from omni_kvlink.testing.rig import expect, until
 from support.faults.harness import kill
 from support.network.gets import Get, insist
 from support.network.hosts import HAS_UCX, SCHEMES, Hosts, Pair
@@ -194,3 +194,27 @@ def test_dead_peers(hosts: Hosts) -> None:
         assert isinstance(get.future.exception(), PeerLostError)
     for pair in lenders:
         pair.close()
+
+
+def test_a_required_path(hosts: Hosts, socket_dir: str) -> None:
+    """Between hosts, which share no directory: shared memory is refused, encryption is given."""
+    url = f"auto://hosts?tcp={hosts.cable.address[hosts.cable.left]}:6999"
+    producer, reader = RemoteLink(hosts.producer, url), RemoteLink(hosts.reader, url)
+    producer.call("serve", url=url, **hosts.key_files.producer_options)
+    there = {"timeout": PATIENCE, "directory": socket_dir, **hosts.key_files.consumer_options()}
+    text = "require='shm', and the path is zmq+tcp+curve (no shm: nobody serves"
+    expect(
+        ConnectorError, reader.call, "connect", url=url, require="shm", **there, mentions=(text,)
+    )
+    until(lambda: counted(producer) == 1, "the producer counts it")
+    reader.call("connect", url=url, require="encrypted", **there)
+    recipe = sized("k", 1 << 20)
+    producer.call("put", recipe=recipe.to_dict())
+    assert reader.call("get_path", key="k", timeout=PATIENCE).startswith("zmq+tcp+curve")
+    reader.call("remove")
+    producer.call("remove")
+
+
+def counted(producer: RemoteLink) -> int:
+    """Readers that a producer has refused for their path."""
+    return sum(each["refused"].get("path", 0) for each in producer.call("stats")["listeners"])

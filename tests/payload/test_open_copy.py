@@ -35,6 +35,9 @@ class Lease:
     def __init__(self) -> None:
         self.outcomes = list[str]()
 
+    def path_name(self, *, is_copy: bool) -> str:
+        raise AssertionError(is_copy)
+
     def release(self, outcome: str, reason: str) -> None:
         self.outcomes.append(outcome)
 

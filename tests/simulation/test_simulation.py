@@ -76,6 +76,7 @@ class Scenario:
             "fail": (1, partial(producer.fail, key)),
             "abort": (1, partial(reader.abort, key)),
             "reader dies": (1, reader.die),
+            "cut": (3, reader.cut),
             "producer dies": (1, self._restart),
         }
         name = chance.choices(list(actions), [weight for weight, _ in actions.values()])[0]
@@ -110,7 +111,7 @@ class Scenario:
 def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
     """Near: both sides map the same memory. Far: the offered bytes are fetched in ranges."""
     seeds = [int(ONLY)] if ONLY else range(first, min(first + SEEDS_PER_TEST, SEEDS))
-    outcomes: Counter[str] = Counter()
+    outcomes, lanes = Counter[str](), Counter[str]()
     for seed in seeds:
         scenario = Scenario(seed, *parties)
         try:
@@ -121,8 +122,11 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
             raise
         for reader in scenario.readers:
             outcomes.update(reader.outcomes)
+            lanes.update(getattr(reader, "lane_counters", {}))
     if not ONLY:
         names = ["read", "failed", "timed out", "stream failed", "inline", "grown", "left"]
         names += ["was released"]
         assert min(outcomes[name] for name in names) > 20  # each outcome occurred
         assert parties == NEAR or min(outcomes["begins later"], outcomes["late"]) > 2
+        far = outcomes["resumed"], outcomes["kept_nbytes"], lanes["lost"], lanes["again_nbytes"]
+        assert parties == NEAR or min(far) > 2

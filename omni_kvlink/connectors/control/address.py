@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.connectors.runtime.user_files import (
     LockFile,
     check_private,
@@ -73,6 +74,15 @@ class ControlAddress:
         with contextlib.suppress(ValueError):
             return self.protocol == "ipc" or ipaddress.ip_address(host).is_loopback
         return host == "localhost"
+
+    def path(self, *, is_encrypted: bool) -> LinkPath:
+        """Return the path of what is sent over this channel itself."""
+        return LinkPath(
+            f"zmq+{self.protocol}",
+            shared_kernel=self.protocol == "ipc",
+            encrypted=is_encrypted and self.protocol == "tcp",
+            why=f"the link's URL is {self.url.partition(':')[0]}://",
+        )
 
     @property
     def is_ipv6(self) -> bool:

@@ -13,8 +13,10 @@ import zmq
 from omni_kvlink.connectors.control.lane import count_lanes
 from omni_kvlink.connectors.control.link_lanes import LinkLanes
 from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
+from omni_kvlink.connectors.control.remote_get import RemoteGet
 from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.control.session import ControlSession
+from omni_kvlink.connectors.protocol.messages import own_hello
 from omni_kvlink.connectors.runtime.consumer import Session, SessionConsumer, closed_here
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import (
@@ -28,7 +30,7 @@ from omni_kvlink.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.base import Options, PendingGet
     from omni_kvlink.connectors.control.address import ControlAddress
 
 VERIFICATION = ("verified", "unverified", "refetched", "rejected")
@@ -56,7 +58,7 @@ class ControlConsumer(SessionConsumer):
             )
         address.check_directory()
         credentials = find_credentials(address, options)
-        super().__init__(address.url)
+        super().__init__(address.url, options.require)
         self._address, self._options = address, options
         self._may_return = threading.Event()  # `close` need not wait for the loop any longer
         self._closing = self._is_shut_down = False
@@ -95,7 +97,7 @@ class ControlConsumer(SessionConsumer):
         """Connect a session, and wait until its handshake is done."""
         live = (s for s in self._sessions_opened if not s.is_closed)
         self._sessions_opened = [*live, session]
-        session.no_wait = no_wait
+        session.no_wait, session.hello = no_wait, own_hello(require=self._options.require)
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.connect_in_loop)
@@ -123,6 +125,13 @@ class ControlConsumer(SessionConsumer):
             reason = self._address.unknown_host() or reason
         message = f"{self._address.url} after {format_seconds(waited)}: {reason}"
         return TransferTimeout(message, waited=waited, phase=phase)
+
+    def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
+        """See `Consumer.can_retry`; what has come is freed if the get cannot be requested again."""
+        is_possible = super().can_retry(pending, timeout=timeout)
+        if not is_possible and isinstance(pending, RemoteGet):
+            pending.drop_kept()
+        return is_possible
 
     def _disconnect(self, session: ControlSession) -> None:
         """Close a session's connection at once; any thread."""
@@ -163,6 +172,11 @@ class ControlConsumer(SessionConsumer):
             **super().stats(),
             "memory": self._receive_pool.stats(),
             "verification": verification,
+            "resumed": {
+                "payloads": self.counters["resumed"],
+                "kept_nbytes": self.counters["kept_nbytes"],
+                "again_nbytes": self.counters["again_nbytes"],
+            },
             **({} if self._lanes is None else {"lanes": self._lanes.stats()}),
         }
 
@@ -185,6 +199,7 @@ class ControlConsumer(SessionConsumer):
 
     def _close_in_loop(self) -> None:
         self._closing = True
+        self._receive_pool.free_kept()
         self._close_if_unused_in_loop()
         self._may_return.set()
 

@@ -9,6 +9,8 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from omni_kvlink.connectors.control.lane import (
     GREETING,
     KEY,
@@ -192,6 +194,7 @@ class LaneListener:
             connection.close()
             return
         self._lanes[peer, expected.lane] = lane
+        self._count_open(peer)
 
     def _refuse(self, descriptor: int, reason: str) -> None:
         self._refused[reason] += 1
@@ -213,3 +216,10 @@ class LaneListener:
         if lane is not None:
             lane.close()
             self._ended += 1
+            self._count_open(peer)
+
+    def _count_open(self, peer: PeerConnection) -> None:
+        """Have the peer's path say how many lanes are open."""
+        if peer.path is not None:
+            lanes = sum(one is peer for one, _ in self._lanes)
+            peer.set_path(msgspec.structs.replace(peer.path, lanes=lanes))

@@ -17,11 +17,11 @@ from omni_kvlink.connectors.control.peer import (
     RangeSender,
     UngreetedConnections,
 )
+from omni_kvlink.connectors.control.refusals import Refusals
 from omni_kvlink.connectors.control.security import ZapAuth, find_credentials, random_routing_ids
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, EAGER, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
-    PROTOCOL,
     Chunk,
     FetchRange,
     Hello,
@@ -31,12 +31,11 @@ from omni_kvlink.connectors.protocol.messages import (
     Refused,
     Release,
     TransportAddress,
-    common_version,
     decode,
     encode,
     unexpected,
 )
-from omni_kvlink.connectors.runtime.listener import Listener
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, RecentNames, TurnCounts
 from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
@@ -46,11 +45,11 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
     from omni_kvlink.connectors.control.security import Credentials
+    from omni_kvlink.connectors.protocol.path import LinkPath
     from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.connectors.runtime.producer import PooledProducer
     from omni_kvlink.memory.region import Region
 
-MAX_PEERS = 1024
 MAX_PENDING = 4096
 """Ranges that one peer may have requested and not been sent."""
 _REFUSAL_RETRY = 1.0
@@ -82,9 +81,10 @@ class ControlListener(Listener):
         self._peers: dict[bytes, PeerConnection] = {}
         self._by_descriptor: dict[int, PeerConnection] = {}
         self._disconnected: list[PeerConnection] = []
-        self._refusals: dict[bytes, str] = {}
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
-        self.refused = Counter[str]()
+        self.refused: Counter[str] = Counter()
+        sending = (lambda frames: self._socket.send(frames)), address, options.require
+        self._refusals = Refusals(self.refused, *sending)
         self._ungreeted = UngreetedConnections(self.refused)
         self._throttled = TurnCounts()
         self._floods = RecentNames()  # hosts
@@ -102,6 +102,7 @@ class ControlListener(Listener):
             self._context.destroy(0)
             raise
         self.transports = tuple(name for sender in self._senders for name in sender.transports)
+        self.paths = tuple(sender.path for sender in self._senders)
 
     def _bind(self, credentials: Credentials | None) -> None:
         callbacks = (
@@ -119,6 +120,10 @@ class ControlListener(Listener):
         self._zap_auth.protect(socket)
         self.bound_url = self.address.address, self.address.bind(socket)
         self.lock = self._socket.lock
+
+    def readers(self) -> list[PeerHandle]:
+        """Return the peers whose handshake is complete."""
+        return [*self._peers.values()]
 
     def find_sender(self, *, needs_address: bool) -> RangeSender | None:
         """Return the first sender that needs a peer's address, or that needs none."""
@@ -200,10 +205,10 @@ class ControlListener(Listener):
             return [encode(message)]
         if message.inline:
             offer = Offer(message.get_id, message.epoch, message.location)
-            return [encode(offer), message.inline]
+            return [encode(offer)] if peer.is_bare else [encode(offer), message.inline]
         start, stop = message.first
         transfer = None
-        if stop - start <= EAGER:
+        if stop - start <= EAGER and not peer.is_bare:
             transfer = self.producer.find_leased(peer, message.get_id, message.epoch)
         if transfer is None:
             return [encode(message)]
@@ -290,6 +295,11 @@ class ControlListener(Listener):
     def _on_message_in_loop(self, peer: PeerConnection, message: Message) -> None:
         if isinstance(message, TransportAddress):
             self._on_address_in_loop(peer, message)
+        elif isinstance(message, Refused):
+            self.refuse_path(peer.name, message.reason)
+        elif peer.sender is None and peer.refusal:
+            self.refuse_path(peer.name, peer.refusal)
+            self.refuse(peer, peer.refusal)
         elif peer.sender is None:
             scheme = self.address.url.partition(":")[0]
             self.refuse(peer, f"this link is {scheme}://, connect with that scheme", "bad message")
@@ -306,16 +316,8 @@ class ControlListener(Listener):
     def _on_hello_in_loop(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
         if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
-        refusal = ""
-        if common_version(message.versions) is None:
-            self.refused["other version"] += 1
-            refusal = "no common version"
-        elif len(self._peers) >= MAX_PEERS:
-            self.refused["too many"] += 1
-            refusal = f"{MAX_PEERS} readers are connected already"
-        if refusal:
-            self._refusals[identity] = refusal
-            self._send_refusals()
+        if refusal := self._refusals.find(message, len(self._peers), self.paths):
+            self._refusals.refuse(identity, refusal)
             return
         # Handle the end of the connection that had this descriptor before.
         self._socket.read_events()
@@ -327,7 +329,8 @@ class ControlListener(Listener):
             return  # it was refused, and is to disconnect
         duplicate = self._socket.duplicate(descriptor)
         sender = self.find_sender(needs_address=False)
-        peer = PeerConnection(self, identity, descriptor, duplicate, sender)
+        require = {*self.options.require, *(message.require or ())}
+        peer = PeerConnection(self, identity, descriptor, duplicate, sender, require)
         self._peers[identity] = peer
         try:
             self._socket.send([identity, encode(self.producer.hello)])
@@ -352,11 +355,13 @@ class ControlListener(Listener):
         if peer.sender is sender:
             raise WireError("a peer sends its address once")
         try:
+            if reason := peer.use(sender):
+                self.refuse_path(peer.name, reason)
+                raise ClosedError(reason)
             answer = sender.connect(peer, address)
         except ClosedError as error:
             self.refuse(peer, str(error))
         else:
-            peer.sender = sender
             self.send_frames(peer, [encode(answer)])
 
     def _on_event_in_loop(self, event: int, value: int) -> None:
@@ -386,30 +391,16 @@ class ControlListener(Listener):
             peer.sender.on_peer_lost(peer)
 
     def refuse(self, peer: PeerConnection, reason: str, *counters: str) -> None:
-        """Remove a peer and tell it to disconnect, because a ROUTER cannot close a connection.
-
-        With the lock held. A peer that takes no message now gets it later. `counters` count it.
-        """
+        """Remove a peer and tell it to disconnect; `counters` count it. With the lock held."""
         self.refused.update(counters)
         self._remove(peer)
-        self._refusals[peer.identity] = reason
-        self._send_refusals()
-
-    def _send_refusals(self) -> None:
-        for identity, reason in list(self._refusals.items()):
-            try:
-                self._socket.send([identity, encode(Refused(reason, PROTOCOL))])
-            except zmq.Again:
-                continue
-            except zmq.ZMQError:
-                pass  # it has disconnected
-            del self._refusals[identity]
+        self._refusals.refuse(peer.identity, reason)
 
     def tick(self, now: float) -> float:
         """Send refusals that wait; return when to be called again (monotonic seconds)."""
         if self._refusals:
             with self.lock:
-                self._send_refusals()
+                self._refusals.send()
             self._socket.drain()
         return now + _REFUSAL_RETRY if self._refusals else float("inf")
 
@@ -486,6 +477,11 @@ class ChunkSender(RangeSender):
 
     def __init__(self, listener: ControlListener):
         self._listener = listener
+
+    @property
+    def path(self) -> LinkPath:
+        """The path of the control channel."""
+        return self._listener.address.path(is_encrypted=self._listener.is_encrypted)
 
     def direct_refusal(self, device: str) -> str:
         """Return why tensors of a device cannot be sent; "" for host memory."""

@@ -25,13 +25,15 @@ from omni_kvlink.connectors.protocol.messages import (
     TransportAddress,
     unexpected,
 )
+from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
+    from omni_kvlink.connectors.protocol.path import LinkPath
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
 MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
@@ -64,6 +66,11 @@ class RangeSender(ABC):
     """Bytes that may be on their way to one peer; as many more may be queued."""
     needs_address = False
     """Whether a peer must send `TransportAddress` before it can use this sender."""
+
+    @property
+    @abstractmethod
+    def path(self) -> LinkPath:
+        """The path of the bytes that it sends, without lanes."""
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -108,7 +115,9 @@ class PeerConnection(PeerHandle):
     `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
     connection, so that the reason can be determined; it is None if the process had no descriptor
     left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
-    that the sender needs. `inbox` has its messages that are read and not handled.
+    that the sender needs. `inbox` has its messages that are read and not handled. The path must be
+    as in `require`: if that of `sender` is not, `refusal` says why. With `is_bare` no byte of a
+    payload is sent beside its offer, over TCP.
     """
 
     def __init__(
@@ -118,6 +127,7 @@ class PeerConnection(PeerHandle):
         descriptor: int,
         duplicate: socket.socket | None,
         sender: RangeSender | None,
+        require: Collection[str] = (),
     ):
         super().__init__(listener)
         self.identity, self.descriptor, self.duplicate = identity, descriptor, duplicate
@@ -126,9 +136,23 @@ class PeerConnection(PeerHandle):
         self.inbox_nbytes = 0
         self.round, self.handled = -1, 0  # of reads, the last; messages that were handled in it
         self.turns = 0  # in a row after which the inbox was not empty
-        self.sender = sender
+        self.sender: RangeSender | None = None
+        self._require = require
+        self.is_bare = "rdma" in require
+        self.refusal = "" if sender is None else self.use(sender)
         self.pending: deque[FetchRange] = deque()
         self.in_flight = 0  # bytes handed to the sender that have not left yet
+
+    def use(self, sender: RangeSender) -> str:
+        """Have this sender send its bytes from now on, or return why its path is not as required.
+
+        A sender that carries lanes changes the path as they open and close.
+        """
+        reason = path_refusal(sender.path, self._require)
+        if not reason:
+            self.sender = sender
+            self.set_path(sender.path)
+        return reason
 
     @property
     def host(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import zmq
 
     from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.control.kept_bytes import KeptBytes
     from omni_kvlink.connectors.control.link_lanes import LinkLanes
     from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
@@ -69,15 +71,36 @@ class ReceivePool:
         self._blocks, self._has_shares = 0, make is None
         # By owner: of the quota, or, if all of it is mapped, a block that is not written to.
         self._shares: dict[Hashable, Holder] = {}
+        # By key: gets own them, and look here for what an earlier get of their key has left.
+        self.kept: weakref.WeakValueDictionary[str, KeptBytes] = weakref.WeakValueDictionary()
+        self._resuming: dict[AllocationWaiter, KeptBytes] = {}  # what waiters get, if it is there
 
-    def allocate(self, nbytes: int, waiter: AllocationWaiter) -> None:
-        """Give a block to `waiter`: now, or as soon as there is memory."""
+    def allocate(
+        self, nbytes: int, waiter: AllocationWaiter, kept: KeptBytes | None = None
+    ) -> None:
+        """Give a block to `waiter`: now, or as soon as there is memory.
+
+        It is that of `kept`, unless it was freed, as soon as no transport writes to it any more.
+        """
         self._waiting[waiter] = nbytes
+        if kept is not None:
+            self._resuming[waiter] = kept
         self._serve()
+
+    def post_free(self, blocks: list[Block]) -> None:
+        """Free the blocks in a list, each once, and empty it; for finalizers."""
+        self._loop.call(partial(self._free_all, blocks))
+
+    def free_kept(self) -> None:
+        """Free what no get has begun to take up: memory is needed, or the link is closed."""
+        for kept in list(self.kept.values()):
+            if kept not in self._resuming.values():
+                self._free_all(kept.blocks)
 
     def cancel(self, waiter: AllocationWaiter) -> None:
         """Withdraw a request that may still wait."""
         self._waiting.pop(waiter, None)
+        self._resuming.pop(waiter, None)
         self._blocked.discard(waiter)
 
     def free(self, block: Block) -> None:
@@ -147,6 +170,12 @@ class ReceivePool:
             if block in self._quarantined:
                 self._quarantined.discard(block)
                 self._free(block)
+            elif self._resuming:
+                self._serve()
+
+    def _free_all(self, blocks: list[Block]) -> None:
+        while blocks:
+            self.free(blocks.pop())
 
     def _free(self, block: Block) -> None:
         self._pool.free(block)
@@ -160,10 +189,18 @@ class ReceivePool:
     def _serve(self) -> None:
         """Serve the requests that fit: a large one that waits holds up no small one."""
         for waiter, nbytes in list(self._waiting.items()):
+            kept = self._resuming.get(waiter)
+            if kept is not None and kept.blocks:
+                if not self._borrowed[kept.blocks[0]]:
+                    self._give(waiter, kept.take())
+                continue
+            self._resuming.pop(waiter, None)  # its block was freed
             block = self._pool.try_reserve(nbytes)
             if block is not None:
+                self._blocks += 1
                 self._give(waiter, block)
-        first = next((waiter for waiter in self._waiting if waiter not in self._blocked), None)
+        idle = self._blocked, self._resuming
+        first = next((one for one in self._waiting if not any(one in each for each in idle)), None)
         if first is not None and not self._is_growing:
             self._is_growing, self._was_freed = True, False
             map_more = partial(self._map, first, self._waiting[first])
@@ -184,6 +221,7 @@ class ReceivePool:
         self._is_growing = False
         if isinstance(outcome, Block):
             if waiter in self._waiting:
+                self._blocks += 1
                 self._give(waiter, outcome)
             else:
                 self._pool.free(outcome)
@@ -194,6 +232,8 @@ class ReceivePool:
     def _on_map_failed(self, waiter: AllocationWaiter, error: KVLinkError) -> None:
         """Wait for memory to be freed, if some is in use and the request can ever fit."""
         can_fit = isinstance(error, CapacityError) and self._waiting[waiter] <= self._pool.quota
+        if can_fit:
+            self.free_kept()
         if can_fit and self._was_freed:
             return  # there may be room now: `_serve` tries again
         if can_fit and (self.is_in_use or self._quarantined):
@@ -204,7 +244,7 @@ class ReceivePool:
 
     def _give(self, waiter: AllocationWaiter, block: Block) -> None:
         del self._waiting[waiter]
-        self._blocks += 1
+        self._resuming.pop(waiter, None)
         waiter.on_allocated(block)
 
 

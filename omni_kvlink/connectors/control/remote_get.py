@@ -1,13 +1,18 @@
-"""A get over the control channel, and the transfer that brings its payload into this process."""
+"""A get over the control channel, and the transfer that brings its payload into this process.
+
+One long file: the get, the transfer and what the get keeps of it contend for one state.
+"""
 
 from __future__ import annotations
 
 import enum
 import threading
 import time
+import weakref
 from abc import abstractmethod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from omni_kvlink.connectors.control.kept_bytes import KeptBytes, TransferIdentity
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
@@ -22,11 +27,11 @@ from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.system.waits import MAX_TIMEOUT, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from omni_kvlink.connectors.control.receive_pool import SessionResources
     from omni_kvlink.connectors.protocol.fetch_plan import ArrivingChunk
-    from omni_kvlink.connectors.protocol.get_table import GetLease
+    from omni_kvlink.connectors.protocol.get_table import GetLease, GetRequest
     from omni_kvlink.connectors.protocol.messages import Offer, Outcome
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
@@ -40,11 +45,27 @@ class RemoteGet(SessionGet):
 
     If `delivery` is set, the thread that waits has received a small payload itself. Else the loop
     fetches the payload: `inbound`, which outlives the get, until the payload is released.
+
+    `kept` is what had come when the connection of this get broke, or that of an earlier one of its
+    key, of which it was found in the mapping `kept` of the consumer.
     """
 
     session: FetchingSession
     delivery: Delivery | None = None
     inbound: InboundTransfer | None = None
+
+    def __init__(
+        self,
+        session: FetchingSession,
+        kept: Mapping[str, KeptBytes],
+        get_id: int,
+        request: GetRequest,
+        drop: Callable[[Any], None],
+        **options: bool,
+    ):
+        self.is_resumable = not request.streamed and request.chunk is None
+        self.kept = kept.get(request.key) if self.is_resumable else None
+        super().__init__(session, get_id, request, drop, **options)
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
@@ -62,8 +83,10 @@ class RemoteGet(SessionGet):
                     raise self.timeout_error()
                 self.done.wait(MAX_TIMEOUT)  # it is being set
             self.done.result()
-        except KVLinkError:
+        except KVLinkError as error:
             self.settle()
+            if not isinstance(error, PeerLostError):
+                self.drop_kept()
             raise
         except BaseException:
             self.cancel()
@@ -76,6 +99,7 @@ class RemoteGet(SessionGet):
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
         self.delivery = None
+        self.drop_kept()
         if self.is_settled:
             return
         if not self._withdraw():
@@ -83,6 +107,12 @@ class RemoteGet(SessionGet):
             if self.done.error is None and self.inbound is not None:
                 self.inbound.lease.release("unread", "")
         self.settle()
+
+    def drop_kept(self) -> None:
+        """Free what came over a connection that broke; the payload is not requested again."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.release()
 
     def _withdraw(self) -> bool:
         """End the get, unless its payload has arrived or its error has come."""
@@ -175,6 +205,8 @@ class InboundTransfer:
         self.ready = get.done
         self._receive_pool, self._layouts, self._counters = resources[4:7]
         self._fetch_more, self.lease, self._inline_bytes = fetch_more, lease, inline_bytes
+        self._get = weakref.ref(get)  # which owns this transfer
+        self.kept: KeptBytes | None = None  # to go on with; at the end, what its get keeps
         self._block: Block | None = None
         self._region: Region | None = None
         self._manifest: Manifest | None = None
@@ -227,10 +259,26 @@ class InboundTransfer:
 
     # In the loop's thread
 
+    def resume(self, kept: KeptBytes, incarnation: str) -> None:
+        """Go on with what was kept if it is of this very transfer; else free it."""
+        is_here = self._inline_bytes and not self.offer.draft
+        if kept.identity == self._identity(incarnation) and not is_here:
+            self.kept = kept
+        else:
+            kept.release()
+
     def on_allocated(self, block: Block) -> None:
         """Request the bytes that are needed first, now that there is memory for them."""
         self._block = block
         self._region = self._receive_pool.region(block)
+        kept, self.kept = self.kept, None
+        if kept is not None and kept.taken is block:  # else it was freed meanwhile
+            parts = kept.parts
+            self.plan.adopt(parts)
+            again = kept.requested_nbytes - self.plan.received_nbytes
+            self._counters.update(
+                resumed=1, kept_nbytes=self.plan.received_nbytes, again_nbytes=again
+            )
         if self._take_whole():
             return
         if self.streamed or self.offer.draft:
@@ -306,12 +354,25 @@ class InboundTransfer:
             self._on_progress(message)
             self._continue()
 
-    def fail(self, error: KVLinkError, outcome: Outcome = "unread", reason: str = "") -> bool:
-        """Fail the layers, and the get with its lease; return False if it was ready before."""
+    def fail(
+        self,
+        error: KVLinkError,
+        outcome: Outcome = "unread",
+        reason: str = "",
+        *,
+        lost: str | None = None,
+    ) -> bool:
+        """Fail the layers, and the get with its lease; return False if it was ready before.
+
+        `lost` is the incarnation of the producer if only the connection to it broke: what has come
+        is kept.
+        """
         if self.progress is not None:
             self.progress.fail(error)
         if not self._decide(InboundState.ENDED):
             return False
+        if lost is not None:
+            self._keep(lost)
         if isinstance(error, (PeerLostError, ClosedError)):
             error = type(error)(f"{error}; {self.key!r} was awaited: {self.phase}")
         self.ready.set_error(error)
@@ -327,6 +388,28 @@ class InboundTransfer:
         block, self._block = self._block, None
         if block is not None:
             self._receive_pool.free(block)
+
+    def _identity(self, incarnation: str) -> TransferIdentity:
+        offer = self.offer
+        return TransferIdentity(incarnation, self.key, offer.epoch, offer.location.nbytes)
+
+    def _keep(self, incarnation: str) -> None:
+        """Give what has come to the get, which may be requested again.
+
+        Nothing of a direct put, whose tensors are its caller's again.
+        """
+        get, block, manifest = self._get(), self._block, self._manifest
+        if get is None or block is None or not get.is_resumable:
+            return
+        if self.offer.direct or self._error_text or not self.plan.received_nbytes:
+            return
+        if manifest is None and (self.offer.draft or not self.plan.has(0, 8)):
+            return
+        pool, self._block = self._receive_pool, None
+        length = int.from_bytes(pool.region(block).read(0, 8), "little")
+        start = 8 + length if manifest is None else manifest.header_nbytes
+        kept = KeptBytes(self._identity(incarnation), self.plan, start, block, pool.post_free)
+        pool.kept[self.key] = get.kept = self.kept = kept
 
     def _decide(self, state: InboundState) -> bool:
         """Reach READY or ENDED; return True to the first caller, which completes `ready`."""

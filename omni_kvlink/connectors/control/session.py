@@ -1,13 +1,18 @@
-"""One connection over the control channel, by a DEALER; it fetches payloads into own memory."""
+"""One connection over the control channel, by a DEALER; it fetches payloads into own memory.
+
+One long file: the loop and a thread whose get waits take turns at one socket and one table of gets.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from omni_kvlink.connectors.control.lane import host_of
@@ -20,6 +25,7 @@ from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimit
 from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
+    PROTOCOL,
     Cancel,
     Chunk,
     Committed,
@@ -35,6 +41,7 @@ from omni_kvlink.connectors.protocol.messages import (
     decode,
     encode,
     own_hello,
+    shorten,
     unexpected,
 )
 from omni_kvlink.connectors.runtime import fault_points
@@ -54,6 +61,7 @@ from omni_kvlink.system.waits import Answer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.connectors.control.kept_bytes import KeptBytes
     from omni_kvlink.connectors.control.receive_pool import SessionResources
 
 
@@ -73,6 +81,9 @@ class ControlSession(LeadingReceiver, FetchingSession):
     """The longest frame that the producer may send."""
     fetch_limits = FetchLimits(CHUNK, WINDOW)
     """Bytes to request at a time, and bytes that may be requested and not yet received."""
+    can_resume = True
+    """Whether what has come of a payload when the connection breaks is kept for the next one."""
+    incarnation = ""
 
     def __init__(self, resources: SessionResources):
         super().__init__()
@@ -82,13 +93,18 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self._lanes = None if link_lanes is None else SessionLanes(link_lanes, self, self._loop)
         self._url = self._address.url
         self._inbound_transfers: dict[int, InboundTransfer] = {}
+        # Of this connection when it broke, by get.
+        self._kept: weakref.WeakValueDictionary[int, KeptBytes] = weakref.WeakValueDictionary()
         self._fetching = FetchQueue[InboundTransfer]()
         self._outbox: deque[Message] = deque()
         sends = self.send, self._post_release, self.send_all
-        self.get_table = GetTable(partial(RemoteGet, self), *sends, fetches=True)
+        make = partial(RemoteGet, self, self._receive_pool.kept)
+        self.get_table = GetTable(make, *sends, fetches=True)
         self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
-        self._hello = own_hello()
+        self.hello = own_hello()
+        keyed = self._credentials is not None
+        self.path = self._address.path(is_encrypted=keyed)
         self.no_wait = False  # fail if no producer serves, instead of trying again
         self.transports = tuple[str, ...]()  # by which the producer can send bytes
         self._is_greeted = self.was_connected = self._is_handshaken = self._is_lost = False
@@ -109,6 +125,11 @@ class ControlSession(LeadingReceiver, FetchingSession):
         """Fail all gets of a key, also those whose bytes are arriving."""
         super().fail(key, error)
         self._loop.call(partial(self._fail_inbound_in_loop, error, key))
+
+    def refuse(self, reason: str) -> None:
+        """Tell the producer why the path is not as required, and disconnect."""
+        self.send(Refused(shorten(reason), PROTOCOL))
+        self._loop.call(partial(self.disconnect_in_loop, closed_here(self._url)))
 
     def close(self) -> None:
         """Fail all gets; the connection stays until the last payload that is in use is released."""
@@ -192,7 +213,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
     def _send_hello_in_loop(self) -> None:
         if self._socket is not None and not self.ready.is_set():
             _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
-            self._transmit_in_loop(self._hello)
+            self._transmit_in_loop(self.hello)
 
     def _forget_connection_in_loop(self) -> None:
         """Undo what was done since the handshake, of a connection that was lost before `ready`."""
@@ -230,7 +251,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
 
     def _on_hello_in_loop(self, message: Message) -> None:
         hello = check_hello(self._url, message)
-        if hello.incarnation == self._hello.incarnation:
+        if hello.incarnation == self.hello.incarnation:
             # The kernel chose the port that we connect to as our own port, so that TCP connected
             # the socket with itself.
             self._close_connection_in_loop()
@@ -238,6 +259,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
             return
         self._is_greeted = True
         self.incarnation, self.transports = hello.incarnation, hello.transports
+        self.required = hello.require
         self._on_greeted_in_loop()
 
     def _on_greeted_in_loop(self) -> None:
@@ -263,7 +285,8 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self._outbox.clear()
         self._close_connection_in_loop()
         self.get_table.close(error)
-        self._fail_inbound_in_loop(error)
+        is_lost = self.can_resume and isinstance(error, PeerLostError)
+        self._fail_inbound_in_loop(error, lost=self.incarnation if is_lost else None)
         self._fetching.clear()
 
     def on_message_in_loop(self, message: Message, inline_bytes: bytes = b"") -> None:
@@ -293,9 +316,18 @@ class ControlSession(LeadingReceiver, FetchingSession):
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
 
+    def on_lanes_in_loop(self, lanes: int) -> None:
+        """Take the number of lanes that are open into the path."""
+        assert self.path is not None
+        self.take_path(msgspec.structs.replace(self.path, lanes=lanes), self._url)
+
     def find_inbound_in_loop(self, get_id: int) -> InboundTransfer | None:
         """Return the payload that is being fetched for a get; None if it was released."""
         return None if self.is_closed else self._inbound_transfers.get(get_id)
+
+    def find_kept_in_loop(self, get_id: int) -> KeptBytes | None:
+        """Return what was kept of the payload of a get when this connection broke."""
+        return self._kept.get(get_id)
 
     def _on_offer_in_loop(self, offer: Offer, inline_bytes: bytes) -> None:
         start, stop = offer.first
@@ -318,10 +350,12 @@ class ControlSession(LeadingReceiver, FetchingSession):
             self.fetch_limits.chunk,
         )
         self._inbound_transfers[offer.get_id] = inbound
+        if get.kept is not None:
+            inbound.resume(get.kept, self.incarnation)
         fault_points.point("get.offered")
         # First, because `allocate` may complete `ready`: whoever it wakes finds the get answered.
         self.get_table.on_message(offer)
-        self._receive_pool.allocate(inbound.plan.nbytes, inbound)
+        self._receive_pool.allocate(inbound.plan.nbytes, inbound, inbound.kept)
 
     def fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
         """Request what the window allows, of all payloads in turn: small ones overtake large."""
@@ -330,10 +364,14 @@ class ControlSession(LeadingReceiver, FetchingSession):
         for one, start, stop in self._fetching.next_ranges(inbound, self.fetch_limits.window):
             self._fetch_range_in_loop(one, start, stop)
 
-    def _fail_inbound_in_loop(self, error: KVLinkError, key: str | None = None) -> None:
+    def _fail_inbound_in_loop(
+        self, error: KVLinkError, key: str | None = None, *, lost: str | None = None
+    ) -> None:
         for inbound in [*self._inbound_transfers.values()]:
-            if key in (None, inbound.key) and not inbound.fail(error):
+            if key in (None, inbound.key) and not inbound.fail(error, lost=lost):
                 self._fetching.drop(inbound)  # delivered: it stays with its consumer
+            elif lost is not None and inbound.kept is not None:
+                self._kept[inbound.offer.get_id] = inbound.kept
 
     def _post_release(self, message: Message) -> None:
         """For finalizers: takes no lock."""

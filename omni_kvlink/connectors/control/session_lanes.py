@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,7 @@ from omni_kvlink.errors import KVLinkError, PeerLostError, WireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.connectors.control.kept_bytes import KeptBytes
     from omni_kvlink.connectors.control.link_lanes import LinkLanes
     from omni_kvlink.connectors.control.remote_get import InboundTransfer
     from omni_kvlink.connectors.protocol.messages import Message
@@ -33,8 +35,14 @@ class LaneSession(Protocol):
     def find_inbound_in_loop(self, get_id: int) -> InboundTransfer | None:
         """Return the payload that is being fetched for a get; None if it was released."""
 
+    def find_kept_in_loop(self, get_id: int) -> KeptBytes | None:
+        """Return what was kept of the payload of a get when the connection broke."""
+
     def fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
         """Request what the window allows."""
+
+    def on_lanes_in_loop(self, lanes: int) -> None:
+        """Learn how many lanes are open now."""
 
     def disconnect_in_loop(self, error: KVLinkError) -> None:
         """End the connection: the producer has sent what it must not."""
@@ -54,6 +62,7 @@ class SessionLanes:
         self._requested, self._number, self._failures = set[int](), 0, 0
         self._lanes: dict[int, LaneReader] = {}  # that are being opened, or open
         self._open: list[LaneReader] = []
+        self._closing = weakref.WeakSet[LaneReader]()  # whose last bytes are still to come
 
     def begin(self, host: str, transports: Sequence[str]) -> None:
         """Use lanes from now on, if a producer at this address has such."""
@@ -100,12 +109,13 @@ class SessionLanes:
         self._lanes[ticket.lane] = lane
 
     def close(self) -> None:
-        """Close all lanes; what arrives meanwhile counts no more."""
+        """Close all lanes; what arrives meanwhile counts only for payloads that are resumed."""
         self._host = ""
         self._requested.clear()
         self._open.clear()
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
+            self._closing.add(lane)
             lane.close()
 
     # Of a lane's owner: in the lane's thread
@@ -127,18 +137,25 @@ class SessionLanes:
     def _on_open_in_loop(self, lane: LaneReader) -> None:
         if lane.number in self._lanes:
             self._open.append(lane)
+            self._session.on_lanes_in_loop(len(self._open))
             self._link.counters["opened"] += 1
 
     def _on_received_in_loop(self, lane: LaneReader, piece: LaneRange) -> None:
         if lane.number in self._lanes:
             self._failures = 0
             self._take_in_loop(piece)
+        elif lane in self._closing:
+            self._keep_in_loop(piece)
 
     def _on_lost_in_loop(self, lane: LaneReader, error: Exception) -> None:
         if self._lanes.pop(lane.number, None) is None:
+            if lane in self._closing:
+                for piece in lane.take_ranges():
+                    self._keep_in_loop(piece)
             return
         if lane in self._open:
             self._open.remove(lane)
+            self._session.on_lanes_in_loop(len(self._open))
             self._link.counters["lost"] += 1
         self._failures += 1
         if self._failures < _MAX_FAILURES:
@@ -168,6 +185,13 @@ class SessionLanes:
             self._take_in_loop(piece)
         else:
             self._session.fetch_more_in_loop(inbound)
+
+    def _keep_in_loop(self, piece: LaneRange) -> None:
+        """Keep what came of a range while the connection ended."""
+        kept = self._session.find_kept_in_loop(piece.get_id)
+        if kept is not None and piece.received:
+            self._link.counters["received_nbytes"] += piece.received
+            kept.on_received(piece.start, piece.received)
 
     def _take_in_loop(self, piece: LaneRange) -> None:
         """Take the bytes of a range that are here, unless their payload was released meanwhile."""

@@ -35,6 +35,9 @@ def send_separately(act: Callable[[], T]) -> T:
 class DeliveryLease(Protocol):
     """The lease of an offered payload, which its `Delivery` ends."""
 
+    def path_name(self, *, is_copy: bool) -> str:
+        """Return the path that it came by; `is_copy`: to memory of this process."""
+
     def release(self, outcome: Outcome, reason: str) -> None:
         """End it; called once, in any thread. It must neither block nor take a lock."""
 
@@ -122,6 +125,11 @@ class Delivery:
 
     def __repr__(self) -> str:
         return f"<Delivery of {self.key!r}{', released' if self.region is None else ''}>"
+
+    @property
+    def path(self) -> str:
+        """The path that its bytes have come by, as `Ledger.path` says it."""
+        return self._span.lease.path_name(is_copy=self.copies > 0)
 
     @property
     def extra(self) -> bytes:

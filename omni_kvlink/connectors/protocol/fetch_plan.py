@@ -127,6 +127,13 @@ class FetchPlan(Generic[Label]):
         self._num_goals += 1
         self._changed_to = max(self._changed_to, stop)
 
+    def adopt(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Count bytes as received that are in the payload's memory before anything is fetched."""
+        for start, stop in parts:
+            for ranges in (self._planned, self._requested, self._received):
+                ranges.add(start, stop)
+            self.received_nbytes += stop - start
+
     def fetch_again(self, start: int, stop: int) -> None:
         """Fetch bytes once more, before others: those that arrived are not the right ones."""
         self._requested.remove(start, stop)

@@ -193,6 +193,7 @@ class GetTable(Generic[GetT]):
         self._leased: set[int] = set()
         self._last_id = 0
         self._error: KVLinkError | None = None
+        self.path_names = "", ""  # of the connection; see `LinkPath.names`
 
     @property
     def waiting(self) -> int:
@@ -419,6 +420,10 @@ class GetLease(NamedTuple):
     get_table: GetTable[Any]
     get_id: int
     epoch: int
+
+    def path_name(self, *, is_copy: bool) -> str:
+        """See `DeliveryLease.path_name`."""
+        return self.get_table.path_names[is_copy]
 
     def release(self, outcome: Outcome, reason: str) -> None:
         """See `DeliveryLease.release`."""

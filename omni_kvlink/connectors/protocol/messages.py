@@ -56,16 +56,21 @@ class Hello(_Message, frozen=True, array_like=True, tag=True, gc=False):
 
     A producer's `incarnation` is the same at each of its listeners; a consumer that receives its
     own is connected with itself. `transports` are a producer's: "shm", "ucx", "zmq",
-    and "lanes" if it opens such beside "zmq".
+    and "lanes" if it opens such beside "zmq". `require`: what the path of the bytes must be, as
+    in `Options`; of an earlier version that has no such option, None.
     """
 
     versions: tuple[Number, Number]
     incarnation: Text
     transports: tuple[Text, ...] = ()
+    require: tuple[Text, ...] | None = None
 
 
 class Refused(_Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Producer: the handshake failed, or the connection ends for this reason."""
+    """Producer: the handshake failed, or the connection ends for this reason.
+
+    Consumer: it ends the connection, whose path is not as required; nothing was requested.
+    """
 
     reason: Text
     versions: tuple[Number, Number]
@@ -261,7 +266,7 @@ class Batch(_Message, frozen=True, array_like=True, tag=True, gc=False):
     messages: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
-FromConsumer: TypeAlias = Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort
+FromConsumer: TypeAlias = Refused | Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort
 FromProducer: TypeAlias = (
     Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk | LaneTicket
 )
@@ -327,9 +332,11 @@ def shorten(reason: str) -> str:
     return reason if len(reason) <= MAX_TEXT else reason[: MAX_TEXT - 3] + "..."
 
 
-def own_hello(incarnation: str = "", transports: tuple[str, ...] = ()) -> Hello:
+def own_hello(
+    incarnation: str = "", transports: tuple[str, ...] = (), require: tuple[str, ...] = ()
+) -> Hello:
     """Return the Hello of this side; a random incarnation tells a consumer's from every other."""
-    return Hello(PROTOCOL, incarnation or os.urandom(8).hex(), transports)
+    return Hello(PROTOCOL, incarnation or os.urandom(8).hex(), transports, require)
 
 
 def common_version(theirs: tuple[int, int]) -> int | None:

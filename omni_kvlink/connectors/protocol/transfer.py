@@ -76,6 +76,7 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     window: ChunkWindow[Transfer] | None = None  # the chunks and readers of an append stream
     ended: LazyEvent | None = None  # set in a final state; made for the first thread that waits
+    path: str = ""  # by which it was offered: that of its readers, or those
 
     @property
     def is_done(self) -> bool:
@@ -173,6 +174,9 @@ class Ledger(msgspec.Struct, gc=False):
         instructions: the instruction set it used, where it chooses one.
         digests: "crc32c" or "off".
         seconds: of each phase, in the order they ran.
+        path: the way of the bytes, such as "shm", "shm+inline" (inside the message that offers
+            them), "zmq+tcp+curve" or "zmq+tcp+lanes" (a connection with lanes, for long ranges). Of
+            a receipt those of its readers, "shm, zmq+tcp"; "" before the first.
     """
 
     nbytes: int = 0
@@ -182,6 +186,7 @@ class Ledger(msgspec.Struct, gc=False):
     instructions: str = ""
     digests: str = "off"
     seconds: dict[str, float] = {}
+    path: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by their names, as JSON values."""
@@ -191,7 +196,8 @@ class Ledger(msgspec.Struct, gc=False):
         phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
         return (
             f"{self.nbytes / 1e6:.2f} MB, {self.copies} host copies, "
-            f"{self.reused_nbytes / 1e6:.2f} MB not sent, digests {self.digests}: {phases}"
+            f"{self.reused_nbytes / 1e6:.2f} MB not sent, digests {self.digests}"
+            f"{', by ' * bool(self.path)}{self.path}: {phases}"
         )
 
 
@@ -202,8 +208,14 @@ class Receipt(msgspec.Struct, gc=False, eq=False):
     """
 
     _transfer: Transfer
-    ledger: Ledger
+    _ledger: Ledger
     _process: process.OwnerProcess
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes, copies and seconds of the put, and the path to the readers that it has now."""
+        self._ledger.path = self._transfer.path
+        return self._ledger
 
     @property
     def key(self) -> str:

@@ -68,6 +68,7 @@ IS_PAYLOAD = "it is no append stream: use get"
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
 RESERVED, STREAMING, COMMITTED, LEASED, RELEASED, FAILED, EXPIRED = TransferState
+_NO_NAMES = "", ""
 
 _PHASES = {
     RESERVED: "announced, the producer is still writing it",
@@ -244,6 +245,7 @@ class TransferTable:
         At most `MAX_EXPIRED` transfers a call: `now` is returned if more may be due, so that other
         threads get the owner's lock in between.
         """
+        self._now = max(self._now, now)
         for tombstones in (self._tombstones, self._aborted):
             while tombstones and next(iter(tombstones.values()))[0] <= now:
                 tombstones.popitem(last=False)
@@ -487,6 +489,8 @@ class TransferTable:
     def _offer_to(self, transfer: Transfer, claim: Claim, streamed: bool, start: int) -> None:
         """Lease the payload to a get that waits, if it can be, or fail the get if it never can."""
         is_leased = claim in transfer.leases  # an interrupt came before its offer was sent
+        if self._now >= transfer.expires and not is_leased:
+            return  # `tick` expires it: readers that come and go do not keep it
         if transfer.location is None or not (transfer.unclaimed or is_leased):
             return
         if (start == WHOLE) is not (transfer.window is None):
@@ -508,6 +512,9 @@ class TransferTable:
             transfer.unclaimed, transfer.leases = transfer.unclaimed - 1, transfer.leases | {claim}
         self._add_lease(transfer, claim)
         peer, get_id = claim
+        path: str = getattr(peer, "path_names", _NO_NAMES)[bool(transfer.inline)]
+        if path not in transfer.path:
+            transfer.path = f"{transfer.path}, {path}" if transfer.path else path
         if transfer.state is not STREAMING:
             transfer.state = LEASED
             inline = memoryview(transfer.inline)

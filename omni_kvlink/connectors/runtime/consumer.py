@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -31,6 +32,7 @@ from omni_kvlink.connectors.protocol.messages import (
     holds,
     shorten,
 )
+from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import (
     ClosedError,
@@ -52,18 +54,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from omni_kvlink.connectors.protocol.path import LinkPath
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
+_log = logging.getLogger("omni_kvlink")
 T = TypeVar("T")
 _RECONNECT_SECONDS = 0.5
 """Seconds that a live producer may take to answer again after its connection broke."""
 
 
 class Session(ABC):
-    """One connection to one run of a producer, which `incarnation` identifies."""
+    """One connection to one run of a producer, which `incarnation` identifies.
+
+    `path` is that of its payloads; None if it cannot be told. `required` is what the producer
+    requires of it; None if that is of a version which requires nothing, and heeds nothing.
+    """
 
     get_table: GetTable[Any]
     incarnation: str
+    path: LinkPath | None = None
+    required: tuple[str, ...] | None = None
     is_closed = False
     has_inline = True
     """Whether the last payload came inside its offer; if not, a get allocates nothing before."""
@@ -71,8 +81,26 @@ class Session(ABC):
     """The loop in which `close` may be called."""
 
     @abstractmethod
-    def send(self, message: Abort) -> None:
+    def send(self, message: Abort | Refused) -> None:
         """Send a message to the producer; does not block."""
+
+    def refuse(self, reason: str) -> None:
+        """Tell the producer why this connection's path is not as required, and end it."""
+        self.send(Refused(shorten(reason), PROTOCOL))
+        self.close()
+
+    def take_path(self, path: LinkPath, url: str, known: LinkPath | None = None) -> None:
+        """Take this path from now on; log it, unless it is called as `known`, or as before."""
+        if path.name not in (known.name if known else "", self.get_table.path_names[0]):
+            _log.info("%s goes by %s: %s", url, path.name, path.why)
+        self.path, self.get_table.path_names = path, path.names
+
+    def path_refusal(self, require: Sequence[str]) -> str:
+        """Return why the path is not as either side requires, with the cure; "" if it is."""
+        union = {*require, *(self.required or ())}
+        if "rdma" in union and self.required is None:
+            return "the producer is of an earlier version, which sends small payloads over TCP"
+        return path_refusal(self.path, union)
 
     @abstractmethod
     def close(self) -> None:
@@ -220,9 +248,12 @@ class MappedGet(SessionGet):
 class SessionConsumer(Consumer):
     """A consumer that reconnects to its producer after a restart; subclasses open the sessions."""
 
-    def __init__(self, url: str):
+    tells_path = True
+
+    def __init__(self, url: str, require: Sequence[str] = ()):
         super().__init__(url)
-        self._url = url
+        self._url, self._require = url, require
+        self._taken: LinkPath | None = None  # the path of the last session
         self._opening = threading.Lock()
         self._connecting = 0  # the thread of `connect`, until it has returned
         self._session: Session | None = None
@@ -292,7 +323,7 @@ class SessionConsumer(Consumer):
             session.fail(key, error)
 
     def stats(self) -> dict[str, Any]:
-        """Return the state of the connection."""
+        """Return the state of the connection; `incarnation` identifies the producer's run."""
         self._check_process()
         session = self._session
         return {
@@ -301,7 +332,9 @@ class SessionConsumer(Consumer):
             "closed": self._closed,
             "connected": self.is_connected,
             "sessions": self._sessions,
+            "incarnation": session.incarnation if session else "",
             "waiting": session.get_table.waiting if session else 0,
+            "path": session.path.to_dict() if session and session.path else None,
             **(session.stats() if session else {}),
         }
 
@@ -338,11 +371,22 @@ class SessionConsumer(Consumer):
             self._check_open()
             if self._session is None or self._session.is_closed:
                 with translate_errors(self._url):
-                    self._session = self._open(deadline - time.monotonic(), no_wait=no_wait)
+                    session = self._open(deadline - time.monotonic(), no_wait=no_wait)
+                self._session = self._checked(session)
                 self._sessions += 1
             return self._session
         finally:
             self._opening.release()
+
+    def _checked(self, session: Session) -> Session:
+        """Return a session whose path is as required; ConnectorError, on both sides, if not."""
+        if refusal := session.path_refusal(self._require):
+            session.refuse(refusal)
+            raise ConnectorError(f"{self._url}: {refusal}")
+        if session.path is not None:
+            session.take_path(session.path, self._url, self._taken)
+            self._taken = session.path
+        return session
 
 
 def cancel_connect(thread: int) -> None:

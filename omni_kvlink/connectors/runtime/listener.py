@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from omni_kvlink.connectors.protocol.messages import Message
+    from omni_kvlink.connectors.protocol.path import LinkPath
+
+_log = logging.getLogger("omni_kvlink")
 
 
 class Listener(ABC):
@@ -16,13 +21,26 @@ class Listener(ABC):
 
     Everything but `send`, `flush` and `retire_arena` is called in the producer's loop. By
     `transports` ("shm", "ucx", "zmq") a consumer that connects here can have its bytes. `bound_url`
-    is the address as the URL gave it, and as it was bound, with the port assigned.
+    is the address as the URL gave it, and as it was bound, with the port assigned. `paths` are
+    those that consumers may have here; `refused` counts those that were refused, by reason.
     """
 
+    paths: tuple[LinkPath, ...] = ()
+    refused: Counter[str] | None = None
     transports: tuple[str, ...] = ()
     has_queue = False
     """Whether `send` leaves messages for `flush`."""
     bound_url: tuple[str, str] = ("", "")
+
+    def readers(self) -> Sequence[PeerHandle]:
+        """Return the consumers that are connected; any thread."""
+        return ()
+
+    def refuse_path(self, reader: str, reason: str) -> None:
+        """Count and log that a consumer is refused, or has left, since its path is not right."""
+        if self.refused is not None:
+            self.refused["path"] += 1
+        _log.warning("reader %s has no path as required: %s", reader, reason)
 
     @property
     def is_own_thread(self) -> bool:
@@ -69,7 +87,21 @@ class Listener(ABC):
 
 
 class PeerHandle:
-    """A connected consumer, as the producer's `TransferTable` knows it."""
+    """A connected consumer, as the producer's `TransferTable` knows it.
+
+    `path` is that of its bytes, and `path_names` what ledgers say of it.
+    """
+
+    name = "of this process"
+    path: LinkPath | None = None
+    path_names = "", ""
 
     def __init__(self, listener: Listener):
         self.listener = listener
+
+    def set_path(self, path: LinkPath) -> None:
+        """Take this path from now on; log it, if its name is another than before."""
+        is_new = path.names != self.path_names
+        self.path, self.path_names = path, path.names
+        if is_new:
+            _log.info("reader %s is connected by %s: %s", self.name, path.name, path.why)

@@ -29,12 +29,14 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Location,
     Message,
+    Refused,
     Reject,
     Release,
     own_hello,
     unexpected,
     write_head,
 )
+from omni_kvlink.connectors.protocol.path import MAX_PATHS, LinkPath, path_refusal
 from omni_kvlink.connectors.protocol.transfer import Claim, Ledger, Peer, Receipt, Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime import fault_points
@@ -42,6 +44,7 @@ from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.errors import (
     CapacityError,
+    ConnectorError,
     SchemaError,
     TransferTimeout,
     WireError,
@@ -78,6 +81,8 @@ class PooledProducer(Producer):
     which are slow, so that the first arena is mapped ahead even if `Options.prefault` is not given.
     """
 
+    tells_path = True
+
     def __init__(
         self,
         name: str,
@@ -105,6 +110,7 @@ class PooledProducer(Producer):
         try:
             for opener in openers:
                 self.listeners.append(opener(self))
+            self._check_paths()
             self._queueing = [listener for listener in self.listeners if listener.has_queue]
             # Weakly: a thread must not keep it.
             on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
@@ -119,13 +125,27 @@ class PooledProducer(Producer):
             self.close()
             raise
 
+    def _check_paths(self) -> None:
+        """Raise ConnectorError if no reader can ever have a path as required."""
+        paths: list[LinkPath | None] = [
+            path for listener in self.listeners for path in listener.paths
+        ]
+        refusals = [path_refusal(path, self.require) for path in paths or [None]]
+        if all(refusals):
+            raise ConnectorError(f"link {self._label}: {'; '.join(filter(None, refusals))}")
+
     # For listeners, in the loop's thread
+
+    @property
+    def require(self) -> tuple[str, ...]:
+        """Requirements for the path to each reader."""
+        return self._options.require
 
     @property
     def hello(self) -> Hello:
         """The answer to a consumer's Hello."""
         transports = [name for listener in self.listeners for name in listener.transports]
-        return own_hello(self.incarnation, tuple(transports))
+        return own_hello(self.incarnation, tuple(transports), self.require)
 
     def handle(self, peer: Peer, *messages: Message) -> None:
         """Handle messages of a peer after its handshake; what they cause is sent together.
@@ -475,8 +495,18 @@ class PooledProducer(Producer):
             "mode": self._options.mode,
             "transfers": transfers,
             "memory": self.pool.stats(),
+            "path": self._reader_paths(),
             **(listeners[0] if len(listeners) == 1 else {"listeners": listeners}),
         }
+
+    def _reader_paths(self) -> list[dict[str, Any]]:
+        """Return the path of each reader, of `MAX_PATHS` at most, as JSON values."""
+        readers = [peer for listener in self.listeners for peer in listener.readers()]
+        return [
+            {"reader": peer.name, **peer.path.to_dict()}
+            for peer in readers[:MAX_PATHS]
+            if peer.path is not None
+        ]
 
     def close(self) -> None:
         """Fail every transfer and get, close the listeners, end the loop; blocks for that."""
@@ -517,6 +547,9 @@ class PooledProducer(Producer):
                 self.transfers.on_reject(peer, get_id, epoch, reason, now)
             case Abort(key, reason):
                 self.transfers.on_abort(key, reason, now)
+            case Refused(reason):
+                assert isinstance(peer, PeerHandle)
+                peer.listener.refuse_path(peer.name, reason)
             case _:
                 unexpected(message)
 

@@ -23,11 +23,13 @@ from omni_kvlink.connectors.protocol.messages import (
     Memory,
     Message,
     Offer,
+    Refused,
     Release,
     Retire,
     Status,
     own_hello,
 )
+from omni_kvlink.connectors.protocol.path import SHM_PATH
 from omni_kvlink.connectors.runtime.consumer import (
     MappedGet,
     MappedSession,
@@ -81,7 +83,7 @@ class ShmConsumer(SessionConsumer):
     """The consuming end of `shm://name`."""
 
     def __init__(self, name: str, options: Options):
-        super().__init__(f"shm://{name}")
+        super().__init__(f"shm://{name}", options.require)
         refuse_keys(self._url, options)
         self._path = rendezvous.socket_path(name, options.directory)
         self._cancelled: Wake | None = Wake()
@@ -99,7 +101,7 @@ class ShmConsumer(SessionConsumer):
             wait = 0.0 if no_wait else deadline - time.monotonic()
             sock = rendezvous.dial(self._path, wait, cancelled.fd)
             try:
-                return ShmSession(self._url, sock, deadline, cancelled.fd)
+                return ShmSession(self._url, sock, deadline, cancelled.fd, self._require)
             except PeerLostError as error:  # the producer died during the handshake, or is no one
                 wait = deadline - time.monotonic()
                 if no_wait:
@@ -125,8 +127,16 @@ class ShmSession(LeadingReceiver, MappedSession):
         ConnectorError: it is another user's, or refused this process; or there is no descriptor.
     """
 
-    def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
+    def __init__(
+        self,
+        url: str,
+        sock: socket.socket,
+        deadline: float,
+        cancelled: int,
+        require: Sequence[str] = (),
+    ):
         super().__init__()
+        self.path = SHM_PATH
         self._url = url
         self._arenas = ReaderArenas(url)
         self._watching = threading.Lock()  # held while it is decided what the loop waits for
@@ -145,12 +155,14 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
-            pid, uid = rendezvous.peer_identity(sock)
+            self._pid, uid = rendezvous.peer_identity(sock)
             if uid != os.geteuid():
                 raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
             self._wake = Wake()
-            self.incarnation = self._greet(deadline, cancelled).incarnation
-            self._pidfd = readable_pidfd(pid)
+            self._channel.send(own_hello(require=tuple(require)))
+            hello = self._receive_hello(deadline, cancelled)
+            self.incarnation, self.required = hello.incarnation, hello.require
+            self._pidfd = readable_pidfd(self._pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
         except BaseException as error:
             self._channel.close()
@@ -183,7 +195,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             )
         return mapping.region.slice(location.offset, nbytes)
 
-    def send(self, message: Abort) -> None:
+    def send(self, message: Abort | Refused) -> None:
         """Send a message to the producer; does not block."""
         self._channel.send(message)
 
@@ -213,8 +225,12 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._wake_leader()
 
     def stats(self) -> dict[str, Any]:
-        """Return how much of the producer's memory is mapped, and how often it was throttled."""
-        return {"mapped": self._arenas.stats(), "throttled": self._throttled}
+        """Return the producer's process, what is mapped of it, and how often it was throttled.
+
+        `pid` is 0 if that process is in another namespace of processes.
+        """
+        mapped = self._arenas.stats()
+        return {"pid": self._pid, "mapped": mapped, "throttled": self._throttled}
 
     def close(self) -> None:
         """Fail the gets; disconnect when the last view is freed."""
@@ -248,9 +264,8 @@ class ShmSession(LeadingReceiver, MappedSession):
             self._channel.skip()
         return not self._has_exited
 
-    def _greet(self, deadline: float, cancelled: int) -> Hello:
-        """Send Hello and return the producer's."""
-        self._channel.send(own_hello())
+    def _receive_hello(self, deadline: float, cancelled: int) -> Hello:
+        """Return the producer's Hello, the answer to this side's."""
         while True:
             seconds = deadline - time.monotonic()
             ready = wait_readable(seconds, self._channel.fd, cancelled)

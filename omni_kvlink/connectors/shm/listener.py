@@ -20,6 +20,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Retire,
     common_version,
 )
+from omni_kvlink.connectors.protocol.path import SHM_PATH, path_refusal
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, readable_pidfd
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
@@ -64,7 +65,7 @@ class ShmListener(Listener):
     released everything, or its process ends.
     """
 
-    transports = ("shm",)
+    transports, paths = ("shm",), (SHM_PATH,)
 
     def __init__(self, name: str, directory: str, producer: PooledProducer):
         self._producer, self._loop = producer, producer.loop
@@ -72,7 +73,7 @@ class ShmListener(Listener):
         self._peers: set[ShmPeerConnection] = set()
         self._greeting: dict[ShmPeerConnection, None] = {}  # those without a Hello, oldest first
         self._detached: set[ShmPeerConnection] = set()
-        self._refused: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self._throttled = TurnCounts()
         self._inbox = Inbox()
         self._accept_again = float("inf")  # when a pause ends (`time.monotonic`)
@@ -97,10 +98,14 @@ class ShmListener(Listener):
         return {
             "socket": self._path,
             "readers": len(self._peers),
-            "refused": dict(self._refused),
+            "refused": dict(self.refused),
             "throttled": self._throttled.stats(),
             "detached": dict(detached),
         }
+
+    def readers(self) -> list[PeerHandle]:
+        """Return the peers that have completed the handshake."""
+        return [peer for peer in list(self._peers) if peer.hello is not None]
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""
@@ -171,7 +176,7 @@ class ShmListener(Listener):
 
     def _pause_in_loop(self) -> None:
         """Accept nothing for a while: there is no free descriptor, and trying again would spin."""
-        self._refused["accept failed"] += 1
+        self.refused["accept failed"] += 1
         self._loop.unwatch(self._listener.sock)
         self._accept_again = time.monotonic() + _ACCEPT_PAUSE
 
@@ -179,7 +184,7 @@ class ShmListener(Listener):
         """Add a connection; OSError if there is no descriptor for its process."""
         pid, uid = rendezvous.peer_identity(sock)
         if uid != os.geteuid():
-            self._refused["other user"] += 1
+            self.refused["other user"] += 1
             channel = ShmChannel(sock, lambda: None)
             channel.send(Refused(f"uid {uid} may not read from uid {os.geteuid()}", PROTOCOL))
             channel.close()
@@ -196,10 +201,10 @@ class ShmListener(Listener):
             try:
                 self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit_in_loop(peer))
             except ConnectorError:
-                self._refused["accept failed"] += 1
+                self.refused["accept failed"] += 1
                 self._disconnect_in_loop(peer)
         if len(self._greeting) > MAX_GREETING:
-            self._refused["no hello"] += 1
+            self.refused["no hello"] += 1
             self._disconnect_in_loop(next(iter(self._greeting)))
 
     def _flush_in_loop(self, peer: ShmPeerConnection) -> None:
@@ -207,7 +212,7 @@ class ShmListener(Listener):
         if peer not in self._peers:
             return
         if peer.channel.is_backlog_full:
-            self._refused["too slow"] += 1
+            self.refused["too slow"] += 1
             self._finish_in_loop(peer)
             return
         peer.channel.flush()
@@ -223,7 +228,7 @@ class ShmListener(Listener):
         try:
             self._loop.watch(peer.channel.fd, events, partial(self._on_events_in_loop, peer))
         except ConnectorError:
-            self._refused["accept failed"] += 1
+            self.refused["accept failed"] += 1
             self._disconnect_in_loop(peer)
 
     def _on_events_in_loop(self, peer: ShmPeerConnection, events: int) -> None:
@@ -255,19 +260,24 @@ class ShmListener(Listener):
         except ConnectionError:
             self._disconnect_in_loop(peer)
         except WireError:
-            self._refused["bad message"] += 1
+            self.refused["bad message"] += 1
             self._disconnect_in_loop(peer)
 
     def _on_hello_in_loop(self, peer: ShmPeerConnection, messages: Sequence[Message]) -> None:
         message = messages[0] if len(messages) == 1 else None
         if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
+        if refusal := path_refusal(SHM_PATH, message.require or ()):
+            self.refuse_path(peer.name, refusal)
+            peer.channel.send(Refused(refusal, PROTOCOL))
+            raise ConnectionError("refused")
         if peer.refusal or common_version(message.versions) is None:
             # Not before its Hello was read: closing a socket with unread messages loses ours.
-            self._refused["refused" if peer.refusal else "other version"] += 1
+            self.refused["refused" if peer.refusal else "other version"] += 1
             peer.channel.send(Refused(peer.refusal or "no common version", PROTOCOL))
             raise ConnectionError("refused")
         peer.hello = message
+        peer.set_path(SHM_PATH)
         self._greeting.pop(peer, None)
         peer.channel.send(self._producer.hello)
         for arena in self._producer.pool.prefaulted:

@@ -71,9 +71,11 @@ class UcxSession(ControlSession):
     """A control connection, and a UCX connection to the same producer."""
 
     max_frame_nbytes, fetch_limits = MAX_MESSAGE, FETCH_LIMITS
+    can_resume = False  # UCX may write to the memory for seconds after its end
 
     def __init__(self, resources: SessionResources, ucx_transport: UcxTransport):
         super().__init__(resources)
+        self.path = ucx_transport.settings.path
         self._ucx_transport, self._secret = ucx_transport, os.urandom(SECRET_NBYTES)
         self._endpoint: UcxEndpoint | None = None
         self._requests: dict[int, dict[int, UcxRequest]] = {}

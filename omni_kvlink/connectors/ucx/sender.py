@@ -15,6 +15,7 @@ from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.control.listener import ControlListener
+    from omni_kvlink.connectors.protocol.path import LinkPath
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
 
@@ -30,6 +31,11 @@ class UcxSender(RangeSender):
         self._connected: dict[PeerConnection, tuple[UcxEndpoint, bytes]] = {}
         settings = UcxSettings.of_link(listener.address, listener.options)
         self._ucx = UcxTransport(settings, device=device)
+
+    @property
+    def path(self) -> LinkPath:
+        """See `UcxSettings.path`."""
+        return self._ucx.settings.path
 
     def direct_refusal(self, device: str) -> str:
         """Return why tensors of a device cannot be sent; "" for host memory, and CUDA if set up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.errors import ConnectorError
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.address import ControlAddress
 
 LOOPBACK = "lo"
+_RDMA = frozenset(("rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5"))
+_MEMORY = frozenset(("self", "cuda_copy", "gdr_copy"))
+"""Transports that carry nothing from one process to another."""
 FETCH_LIMITS = FetchLimits(256 << 20, 512 << 20)
 """Large messages are fastest and need no memory in between. With two of them on their way the
 connection is never idle, and UCX lets a small one overtake."""
@@ -60,6 +64,18 @@ class UcxSettings(NamedTuple):
                 "nor authenticates, so that network must be trusted"
             )
         return cls(options.ucx_tls, devices or LOOPBACK)
+
+    @property
+    def is_rdma(self) -> bool:
+        """Whether UCX can use nothing but RDMA: with any other transport, it chooses by itself."""
+        used = {*self.transports.split(",")} - _MEMORY
+        return bool(used) and used <= _RDMA
+
+    @property
+    def path(self) -> LinkPath:
+        """The path of what UCX carries, which it never encrypts."""
+        why = f"UCX may use {self.transports}"
+        return LinkPath("ucx", rdma=self.is_rdma, why=f"{why} and encrypts nothing")
 
     def options(self) -> dict[str, str]:
         """Return the options in the form that UCX takes."""

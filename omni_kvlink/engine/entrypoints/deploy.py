@@ -177,7 +177,7 @@ class DeployConfig:
             reason = f"pipeline {pipeline!r}" if "pipeline" in values else "no pipeline is named"
             raise SchemaError(f"{reason}; this engine runs {', '.join(PIPELINES)}")
         other_fields = {name: values[name] for name in values.keys() - _TOP - _EVERY_STAGE}
-        unused_fields("", other_fields, "the deployment")
+        unused_fields("", other_fields, "the deployment", _TOP | _EVERY_STAGE)
         connectors = _connectors(values.get("connectors") or {})
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
@@ -345,7 +345,7 @@ def _stage(
         sampling=sampling,
         settings=settings,
         environment={name: str(value) for name, value in entry.env.items()},
-        ignored=unused_fields(kind, other_fields, location) + unused,
+        ignored=unused_fields(kind, other_fields, location, _SETTINGS[kind]) + unused,
     )
 
 

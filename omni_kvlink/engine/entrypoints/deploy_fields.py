@@ -5,12 +5,13 @@ A field that is in no table here is refused: it could change a result, or where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omni_kvlink.engine.entrypoints.deploy_files import BAGEL_ARCHITECTURES
 from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.settings import similar
 
 _PROMPTS = "vllm_omni.model_executor.stage_input_processors.bagel."
 
@@ -120,8 +121,12 @@ _TEXT_SAMPLING = frozenset(
 """Params of a text, without effect in a stage that writes none."""
 
 
-def unused_fields(kind: str, fields: Mapping[str, Any], location: str) -> tuple[str, ...]:
+def unused_fields(
+    kind: str, fields: Mapping[str, Any], location: str, settings: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return the fields without an effect, sorted; errors name their `location` in the deployment.
+
+    `settings` are the fields that have an effect, of which one may have been meant.
 
     Raises:
         SchemaError: a field could change a result or a placement, and is not supported.
@@ -132,7 +137,9 @@ def unused_fields(kind: str, fields: Mapping[str, Any], location: str) -> tuple[
             name in _UNUSED or _says_nothing(value) or _is_one_of(value, values.get(name, ()))
         )
         if not is_known:
-            raise _unsupported(f"{location}: {name} {value!r:.60}", values.get(name))
+            known = values.get(name)
+            meant = "" if known else similar(name, {*settings, *values, *_UNUSED})
+            raise _unsupported(f"{location}: {name} {value!r:.60}", known, meant)
     return tuple(sorted(fields))
 
 
@@ -172,9 +179,9 @@ def _says_nothing(value: Any) -> bool:
     return value is None or (not value and isinstance(value, (str, list, dict)))
 
 
-def _unsupported(subject: str, values: tuple[Any, ...] | None) -> SchemaError:
+def _unsupported(subject: str, values: tuple[Any, ...] | None, meant: str = "") -> SchemaError:
     cure = f"only {' or '.join(map(repr, values))} is" if values else "it is not"
     return SchemaError(
         f"{subject}: {cure} supported here, and it could change a result, or where a stage runs; "
-        "remove it if it may be left out"
+        f"remove it if it may be left out{meant}"
     )

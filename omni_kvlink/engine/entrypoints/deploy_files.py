@@ -71,7 +71,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in above:
         raise SchemaError(f"{path.name}: its base_config leads back to it")
-    values = _parse(path)
+    values = read_map(path)
     base = values.pop("base_config", None)
     values = _flat(values, path.stem)
     if base is not None:
@@ -97,7 +97,8 @@ def _flat(values: Mapping[str, Any], file_name: str) -> dict[str, Any]:
     return deployment
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_map(path: Path) -> dict[str, Any]:
+    """Read the map that a YAML or JSON file has at its top level; raises as `read_deploy_file`."""
     try:
         import yaml
     except ImportError as error:
@@ -106,7 +107,7 @@ def _parse(path: Path) -> dict[str, Any]:
         ) from error
     try:
         values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SchemaError(f"{path.name}: {error}") from None
     if not isinstance(values, dict):
         raise SchemaError(f"{path.name}: must be a map at the top level")

@@ -13,12 +13,17 @@ log = logging.getLogger(f"vllm.{__name__}")
 TESTED = ("0.30", "0.31", "0.32")
 
 
+def is_tested(version: str, releases: tuple[str, ...] = TESTED) -> bool:
+    """Whether a version such as "0.30.1" is of one of the releases."""
+    return any(version == release or version.startswith(f"{release}.") for release in releases)
+
+
 def warn_if_untested() -> None:
     """Log the version of vLLM if the connectors are not tested with it."""
     import vllm
 
     version = str(vllm.__version__)
-    if not any(version == release or version.startswith(f"{release}.") for release in TESTED):
+    if not is_tested(version):
         log.warning(
             "omni_kvlink is not tested with vLLM %s, but with %s (docs/vllm.md)",
             version,

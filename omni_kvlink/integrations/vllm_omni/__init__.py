@@ -8,6 +8,9 @@ import functools
 
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings as OmniSettings
 
+TESTED = ("0.30",)
+"""The releases of vLLM-Omni that the connector is tested with."""
+
 
 @functools.cache
 def register() -> None:

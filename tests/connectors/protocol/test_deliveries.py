@@ -62,6 +62,9 @@ class NotedLease:
     def __init__(self, outcomes: Outcomes):
         self._outcomes = outcomes
 
+    def path_name(self, *, is_copy: bool) -> str:
+        return "shm+inline" if is_copy else "shm"
+
     def release(self, outcome: Outcome, reason: str) -> None:
         self._outcomes.append((outcome, reason))
 

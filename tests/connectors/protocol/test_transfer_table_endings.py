@@ -106,6 +106,19 @@ def test_a_lease_that_ends_unread_after_the_time_expires(bench: Bench) -> None:
     assert state_of(transfer) == "expired"
 
 
+def test_readers_that_come_and_go_keep_no_payload(bench: Bench) -> None:
+    """Two connections take turns: one waits while the other one is lost."""
+    transfer = bench.put("k", expires=10.0)
+    bench.request("a", 1, "k", 9.0)
+    bench.transfers.tick(10.0)
+    bench.request("b", 1, "k", 11.0)
+    bench.transfers.on_peer_lost("a")
+    assert not transfer.leases
+    bench.transfers.tick(12.0)
+    assert state_of(transfer) == "expired"
+    assert bench.freed == [transfer]
+
+
 def test_expiry(bench: Bench) -> None:
     bench.put("late", expires=20.0)
     transfer = bench.put("k", expires=10.0)

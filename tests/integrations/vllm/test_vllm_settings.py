@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink import KVLink, KVLinkError, SchemaError
+from omni_kvlink import ConnectorError, KVLink, KVLinkError, SchemaError
+from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.settings import EncoderSettings, VllmSettings
+from omni_kvlink.testing.rig import until
 from support.connectors.keyless import is_let_in
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"serve": {"trusted_network": "false"}}, f"serve.trusted_network='false': {FLAG}"),
     ({"serve": {"digests": "false"}}, f"serve.digests='false': {FLAG}"),
     ({"serve": {"copier": "nativ"}}, "serve.copier='nativ': wanted 'auto' or 'pinned' or 'native'"),
+    ({"serve": {"require": ["rmda"]}}, "serve.require[0]='rmda': wanted 'shm' or 'gpu' or 'rdma'"),
+    ({"connect": {"require": "smh"}}, "connect.require[0]='smh': wanted 'shm' or 'gpu' or 'rdma'"),
     ({"connect": ["x"]}, "connect=['x']: wanted a map of quota, mode"),
     ({"connect": {"inline": "lots"}}, "connect.inline='lots': wanted bytes from 0 to 32768: a"),
     ({"connect": {"insecure": "false"}}, f"connect.insecure='false': {FLAG}"),
@@ -128,6 +132,25 @@ def test_a_keyless_peer(kind: type[VllmSettings | EncoderSettings], flag: Any) -
         assert is_let_in(link.url) == flag
 
 
+@pytest.mark.parametrize("kind", [VllmSettings, EncoderSettings])
+@pytest.mark.filterwarnings("ignore:.*INSECURE:RuntimeWarning")
+def test_a_required_path(kind: type[VllmSettings | EncoderSettings]) -> None:
+    """Where only TCP is, neither side is given RDMA, and both say so; nothing is encrypted."""
+    url, plain = "zmq+tcp://127.0.0.1:0", {"insecure": True}
+    for path in ("rdma", "encrypted", "shm"):
+        serve, connect = {"require": [path], **plain}, {"require": path, **plain}
+        extra = {"url": url, "peers": [url], "serve": serve, "connect": connect}
+        strict = kind.of(extra, produces=True, consumes=True)
+        with pytest.raises(ConnectorError, match=f"require='{path}', and the path is zmq.tcp "):
+            KVLink.serve(strict.url, **strict.serve)
+        with KVLink.serve(url, insecure=True) as link:
+            peers = Peers([link.url], strict.connect)
+            with pytest.raises(ConnectorError, match=f"require='{path}', and the path is zmq.tcp "):
+                peers.link(link.url, timeout=60)
+            until(lambda link=link: link.stats()["refused"].get("path") == 1, "it is counted")  # type: ignore[misc]
+            peers.close()
+
+
 def test_an_engine_does_not_start(request: pytest.FixtureRequest) -> None:
     """VLLM makes the connector, which reads its settings; before the weights if it has graphs."""
     pytest.importorskip("vllm")
@@ -144,3 +167,5 @@ def test_an_engine_does_not_start(request: pytest.FixtureRequest) -> None:
         SchemaError, match=f"^kv_connector_extra_config: delay_free='false': {FLAG}"
     ):
         engine("producer", **extra)
+    with pytest.raises(ConnectorError, match="require='rdma', and the path is shm"):
+        engine("producer", serve={"require": "rdma"})

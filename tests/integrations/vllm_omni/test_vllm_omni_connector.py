@@ -26,6 +26,7 @@ pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
 from omni_kvlink import (
     ClosedError,
+    ConnectorError,
     DuplicateKeyError,
     IntegrityError,
     SchemaError,
@@ -89,6 +90,27 @@ CHUNK = {
     "raw": b"\x00\xff",
     "ids": [1, 2, 3],
 }
+
+
+def test_a_required_path(sockets: str) -> None:
+    """Where only a socket is, neither side is given RDMA; a receiver's refusal is counted, too."""
+    section: dict[str, Any] = {"transport": "zmq+ipc", "name": f"c{next(_names)}"}
+    section["options"] = {"directory": sockets}
+    unmet = "require='rdma', and the path is zmq.ipc "
+    strict = {"sender": {"require": "rdma"}, "receiver": {"require": ["rdma"]}}
+    with (
+        VllmOmniConnector({"kvlink": section}) as sender,
+        VllmOmniConnector({"kvlink": {**section, **strict}}) as reader,
+    ):
+        with pytest.raises(ConnectorError, match=unmet):
+            reader.put(*EDGE, "r_0_0", CHUNK)
+        assert sender.put(*EDGE, "r_0_0", CHUNK)[0]
+        with pytest.raises(ConnectorError, match=unmet):
+            reader.get(*EDGE, "r_0_0")
+        [link] = sender.health()["links"]
+        assert (link["refused"]["path"], link["path"]) == (1, [])
+    with pytest.raises(SchemaError, match=r"require\[0\]='smh'.*did you mean shm"):
+        VllmOmniConnector({"kvlink": {**section, "options": {"require": "smh"}}})
 
 
 def test_a_chunk_arrives_as_it_was(ends: tuple[Any, Any]) -> None:

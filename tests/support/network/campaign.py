@@ -14,10 +14,20 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import urlsplit
 
 from omni_kvlink.testing.rig import until
 from support.connectors.zmq_addresses import free_port
-from support.network.evidence import UNREAD, Record, chunk_counts, keys_read, parse, task_of
+from support.network.cut_relay import CutRelay
+from support.network.evidence import (
+    UNREAD,
+    Record,
+    chunk_counts,
+    keys_read,
+    parse,
+    task_of,
+    with_cuts,
+)
 from support.network.features import PLAIN, feature_of, names
 from support.network.peer_process import RUNS, Incarnation
 
@@ -43,9 +53,9 @@ STARVED = 0.3
 STARVED_NBYTES = 256 << 10
 """Seconds that a process gets little more memory, and less than so much."""
 PEER_PROCESS = Path(__file__).with_name("peer_process.py")
-KINDS = ("kill", "freeze", "descriptors", "memory")
+KINDS = ("kill", "freeze", "descriptors", "memory", "cut")
 """A process is killed and restarted, stopped for a while, or has no free descriptor for a while, or
-so little memory that the kernel may end it."""
+so little memory that the kernel may end it; or all TCP connections of the readers are cut."""
 _END = re.compile(b" (read|ended|TransferTimeout|TransferFailed) ")
 Fault: TypeAlias = tuple[str, str]
 """One of `KINDS`, and the name of a process."""
@@ -196,9 +206,15 @@ class Campaign:
         is_looked_up = any(feature_of(key) == "lookup" for key in self.orders)
         self._lookups = dict(lookups or {}) if is_looked_up else {}
         self._next_look = 0.0
+        self._relay: CutRelay | None = None  # of the readers, if their connections are to be cut
+        self._lanes = 0  # its port for lanes
+        self._cuts: dict[Path, list[int]] = {}  # how many entries each log had at each cut
 
     def run(self, rng: random.Random, faults: Sequence[Fault]) -> list[Record]:
         """Do this to these processes at random times; return the logs of all processes."""
+        if any(kind == "cut" for kind, _ in faults):
+            self._relay = CutRelay(urlsplit(self._url).port or 0)
+            self._lanes = self._relay.listen_for_lanes()
         for name in self._logs:
             self._begin(name)
         moments = sorted(rng.sample(range(len(self.orders) // 12, len(self.orders)), len(faults)))
@@ -213,6 +229,8 @@ class Campaign:
                 os.kill(self._pids[name], signal.SIGSTOP)
                 time.sleep(FREEZE * rng.random())
                 os.kill(self._pids[name], signal.SIGCONT)
+            elif kind == "cut":
+                self._cut()
             elif kind == "memory":
                 self._starve(name, rng.randrange(STARVED_NBYTES))
             else:
@@ -230,10 +248,18 @@ class Campaign:
             self._forker.reap(pid)
         for group in self._groups.values():
             group.close()
+        if self._relay is not None:
+            self._relay.close()
 
     def records(self) -> list[Record]:
         return [
-            Record(_role(peer), peer, number, path in self._killed, parse(path))
+            Record(
+                _role(peer),
+                peer,
+                number,
+                path in self._killed,
+                with_cuts(parse(path), self._cuts.get(path, [])),
+            )
             for peer, paths in self._logs.items()
             for number, path in enumerate(paths)
         ]
@@ -242,10 +268,13 @@ class Campaign:
         incarnations = self._logs[peer]
         tasks = self._puts() if peer == PRODUCER else self._gets(peer)
         path = self._root / f"{peer}.{len(incarnations)}"
+        url = self._url
+        if self._relay is not None and peer != PRODUCER:
+            url = url.replace(f":{urlsplit(url).port}", f":{self._relay.port}")
         incarnation = Incarnation(
             _role(peer),
             len(incarnations),
-            self._url,
+            url,
             self._options,
             str(path),
             tasks,
@@ -254,6 +283,7 @@ class Campaign:
             self._leaves,
             {} if peer == PRODUCER else self._positions(peer),
             self._lookups,
+            self._lanes,
         )
         incarnations.append(path)
         self._pids[peer] = self._forker.begin(incarnation)
@@ -343,6 +373,13 @@ class Campaign:
     def _ended(self) -> bool:
         last = [paths[-1] for paths in self._logs.values()]
         return all(path.exists() and path.read_bytes().endswith(b"- end -1 -1\n") for path in last)
+
+    def _cut(self) -> None:
+        """Cut all connections of the readers at once, and note where each of them was."""
+        assert self._relay is not None
+        for path in (self._logs[name][-1] for name in READERS):
+            self._cuts.setdefault(path, []).append(len(parse(path)))
+        self._relay.cut()
 
     def _kill(self, peer: str) -> None:
         os.kill(self._pids[peer], signal.SIGKILL)

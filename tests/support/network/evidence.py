@@ -115,6 +115,25 @@ def parse(path: Path) -> list[Entry]:
     return [Entry(key, event, int(number), int(part)) for key, event, number, part in rows]
 
 
+def with_cuts(entries: Sequence[Entry], cuts: Sequence[int]) -> list[Entry]:
+    """Return a reader's entries with "lost" where its connection was cut by others.
+
+    `cuts` are the numbers of entries that there were then. The reader goes on as if nothing had
+    been: what it releases meanwhile, the end of that task and the next one, may be lost.
+    """
+    found, left = list[Entry](), 0
+    for number, entry in enumerate(entries):
+        if number in cuts:
+            found.append(Entry(entry.key, "lost"))
+            left = 2
+        found.append(entry)
+        following = entries[number + 1] if number + 1 < len(entries) else None
+        if left and (following is None or task_of(following.key) != task_of(entry.key)):
+            found.append(Entry(entry.key, "lost"))
+            left -= 1
+    return found
+
+
 def contradictions(orders: Mapping[str, Sequence[str]], records: Sequence[Record]) -> Iterator[str]:
     """Yield contradictions to: each reader reads each of its payloads once, or the receipt says no.
 

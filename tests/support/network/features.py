@@ -30,6 +30,7 @@ FEATURES = {
     "many": 3,
     "allocate": 1,
     "direct": 1,
+    "encoded": 1,
     "layers": 1,
     "stream": 1,
     "requests": 1,
@@ -47,10 +48,10 @@ FEATURES = {
 tensors. `scatter`: received into the reader's own tensors; `into`: by `get(into=)`, of what was put
 whole and of what is written layer by layer; `background-into`: by `BackgroundGet`, in a pool, and
 cancelled at any moment. `many`: `put_many`, `get_many`.
-`allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`, and the metadata at
-the end. `stream`: an append stream, from `open_stream` to `read_stream`; `requests`: of many
-requests in each chunk; `streams`: three, in one thread (`ChunkStreams`). `aio`: the reader awaits.
-`lookup`: by tokens.
+`allocate`, `direct`: put without a copy. `encoded`: header and tensors as they are, by a replay.
+`layers`: `stream_put`, `stream_get`, and the metadata at the end. `stream`: an append stream, from
+`open_stream` to `read_stream`; `requests`: of many requests in each chunk; `streams`: three, in one
+thread (`ChunkStreams`). `aio`: the reader awaits. `lookup`: by tokens.
 """
 GROWING = ("stream", "requests", "streams", "aio-stream")
 PLAIN = ("put",)

@@ -32,9 +32,10 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from support.connectors.zmq_addresses import start_garbage_collection
+from support.network.cut_relay import send_lanes_to
 from support.network.evidence import task_of
 from support.network.lookups import Lookups, connected
-from support.network.receivers import Receiver
+from support.network.receivers import Receiver, is_path
 from support.network.senders import TTL, Sender
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Incarnation:
         leaves: How often a reader leaves a payload unread, and a producer fails one, of all times.
         positions: Of append streams: the chunk behind the last that this reader has read.
         lookups: The URLs of the links by which caches are looked up, by the server's name.
+        lanes: The port of the relay that a reader opens its lanes through; 0 if there is none.
     """
 
     role: str
@@ -81,6 +83,7 @@ class Incarnation:
     leaves: float = 0.0
     positions: dict[str, int] = dataclasses.field(default_factory=dict)
     lookups: dict[str, str] = dataclasses.field(default_factory=dict)
+    lanes: int = 0
 
     def by_task(self) -> Iterator[tuple[list[str], float]]:
         """The keys that are got together, and their timeout."""
@@ -110,9 +113,9 @@ def produce(incarnation: Incarnation, log: Log) -> None:
         for _, task in groupby(incarnation.tasks, lambda pair: task_of(pair[0])):
             waiting += sender.send({key: int(readers) for key, readers in task})
             while len(waiting) >= AHEAD:
-                wait_receipt(*waiting.popleft(), log)
+                wait_receipt(incarnation, *waiting.popleft(), log)
         for key, receipt in waiting:
-            wait_receipt(key, receipt, log)
+            wait_receipt(incarnation, key, receipt, log)
         check_memory(link, log)
         wait_for_term(log)
 
@@ -176,14 +179,18 @@ def exhaust_when_told() -> None:
                 os.close(plug)
 
 
-def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
+def wait_receipt(incarnation: Incarnation, key: str, receipt: Receipt, log: Log) -> None:
     with contextlib.suppress(TransferFailed, TransferTimeout):  # the state says which
         receipt.wait(timeout=TTL + 60)
+    if receipt.state == "released" and not is_path(incarnation, receipt.ledger.path):
+        log.write(key, "WRONG", incarnation.number)
     log.write(key, receipt.state)
 
 
 def read(incarnation: Incarnation, log: Log) -> None:
     with contextlib.ExitStack() as stack:
+        if incarnation.lanes:
+            send_lanes_to(incarnation.lanes)
         link = KVLink.connect(incarnation.url, timeout=60, **incarnation.options)
         stack.enter_context(link)
         threading.Thread(target=exhaust_when_told, daemon=True).start()

@@ -73,6 +73,15 @@ def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
+def is_path(incarnation: Incarnation, path: str) -> bool:
+    """Whether a ledger names the path that the campaign has configured."""
+    scheme = incarnation.url.partition(":")[0]
+    name = "shm" if scheme == "auto" else scheme
+    if name == "zmq+tcp" and not incarnation.options.get("insecure"):
+        name += "+curve"
+    return set(path.split(", ")) <= {name, f"{name}+lanes", f"{name}+inline"}
+
+
 async def _outcome(coroutine: Coroutine[Any, Any, list[str]]) -> list[str] | KVLinkError:
     """What a coroutine returns or raises: an error that leaves `asyncio.run` keeps its frames."""
     try:
@@ -204,6 +213,8 @@ class Receiver:
         (key,) = keys
         verify, into = self._rng.choice(("auto", "full")), self._targets(key)
         received = await end.get(key, timeout=timeout, verify=verify, into=into)
+        if not is_path(self._incarnation, received.ledger.path):
+            self._log.write(key, "WRONG", incarnation_of(received._data))
         how = self._draw(TAKEN, GIVEN_BACK)
         if into is not None:
             sent = recipe(key, incarnation_of(received._data)).make()

@@ -14,6 +14,7 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.link import put_encoded
 from omni_kvlink.testing.caches import layers_of
 from support.network.features import (
     chunk_count,
@@ -24,6 +25,7 @@ from support.network.features import (
     recipe,
     sizes_of,
 )
+from support.payloads.random_caches import written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +77,7 @@ class Sender:
             "many": self._put_many,
             "allocate": self._put_allocated,
             "direct": self._put_direct,
+            "encoded": self._put_encoded,
             "layers": self._put_layers,
             "into": self._put_or_write,
             "background-into": self._put_or_write,
@@ -128,6 +131,12 @@ class Sender:
     def _put_direct(self, keys: Sequence[str], readers: int) -> list[Receipt]:
         data = self._make(keys[0])
         return [self._link.put(data, readers=readers, ttl=TTL, timeout=TIMEOUT, direct=True)]
+
+    def _put_encoded(self, keys: Sequence[str], readers: int) -> list[Receipt]:
+        manifest, mapping = written(self._make(keys[0]))
+        options = {"ttl": TTL, "timeout": TIMEOUT}
+        payload = mapping.region.view()
+        return [put_encoded(self._link, manifest, payload, readers=readers, **options)]
 
     def _put_layers(self, keys: Sequence[str], readers: int) -> list[Receipt]:
         data, fails = self._make(keys[0]), self._fails()

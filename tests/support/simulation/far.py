@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -26,12 +27,15 @@ from omni_kvlink.connectors.protocol.messages import (
     Location,
     Message,
     Offer,
+    OpenLane,
 )
+from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.mapping import Mapping
-from omni_kvlink.memory.region import Region
+from omni_kvlink.memory.region import CallAtEnd, Region
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from support.simulation.growing_payloads import chunk_payload, end_payload, head_plan
+from support.simulation.lanes import SimLanes
 from support.simulation.parties import LAYERS, OpenGet, Producer, SimConsumer
 from support.simulation.world import Clock, Wire
 
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.control.kept_bytes import KeptBytes
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.system.waits import Answer
@@ -125,8 +130,7 @@ class FarProducer(Producer):
     ) -> None:
         """Send a range of the caller's tensors; runs later than the request."""
         if peer in self.connections:
-            chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
-            peer.bytes_to_reader.send(chunk, bytes(piece.view()))
+            peer.send_range(fetch, bytes(piece.view()))
         self.transfers.on_sent(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
 
     def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
@@ -134,10 +138,10 @@ class FarProducer(Producer):
         if transfer is not None and self.alive and peer in self.connections:
             if transfer.direct is not None:
                 found = transfer.direct.find(fetch.start, fetch.stop)
-                self.clock.soon(partial(self._send_from_tensors, peer, transfer, fetch, found))
-                return
-            piece = self._piece(transfer, fetch.start, fetch.stop)
-            peer.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
+                peer.send_next(partial(self._send_from_tensors, peer, transfer, fetch, found), 0.05)
+            else:
+                piece = self._piece(transfer, fetch.start, fetch.stop)
+                peer.send_next(partial(peer.send_range, fetch, piece), 0.0)
 
     def begin_growing(self, head: Transfer) -> int:
         plan = head_plan(head.key)
@@ -256,29 +260,83 @@ class SimLoop:
 
 
 class SimPool:
-    """A consumer's memory: a freed block is overwritten and is the next to be allocated."""
+    """A consumer's memory: a freed block is overwritten and is the next to be allocated.
 
-    def __init__(self) -> None:
-        self._mapping = Mapping.anonymous(256 * BLOCK)
+    A block that a lane may still write to is freed, or taken up again, after that. It is a list of
+    its number, another one for each allocation, so that `is` tells them apart.
+    """
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop, self._mapping = loop, Mapping.anonymous(256 * BLOCK)
         self._free = list(range(256))
         self.blocks = 0
+        self.kept: weakref.WeakValueDictionary[str, KeptBytes] = weakref.WeakValueDictionary()
+        self._borrowed = Counter[int]()
+        self._ended: set[int] = set()
+        self._resuming: dict[Any, KeptBytes] = {}
 
-    def allocate(self, nbytes: int, waiter: object) -> None:
+    def allocate(self, nbytes: int, waiter: Any, kept: KeptBytes | None = None) -> None:
         assert nbytes <= BLOCK
-        self.blocks += 1
-        waiter.on_allocated(self._free.pop())  # type: ignore[attr-defined]  # an int instead of a Block
+        if kept is not None and kept.blocks:
+            self._resuming[waiter] = kept
+            self._resume()
+        else:
+            self.blocks += 1
+            waiter.on_allocated([self._free.pop()])
+
+    def _resume(self) -> None:
+        for waiter, kept in list(self._resuming.items()):
+            if not kept.blocks:
+                del self._resuming[waiter]
+                self.allocate(BLOCK, waiter)
+            elif not self._borrowed[self._number(kept.blocks[0])]:
+                del self._resuming[waiter]
+                waiter.on_allocated(kept.take())
 
     def cancel(self, waiter: object) -> None:
-        pass
+        self._resuming.pop(waiter, None)
 
-    def region(self, block: int) -> Region:
-        return self._mapping.region.slice(block * BLOCK, BLOCK)
+    def region(self, block: Any) -> Region:
+        return self._mapping.region.slice(self._number(block) * BLOCK, BLOCK)
 
-    def free(self, block: int) -> None:
-        assert block not in self._free, "freed twice"
-        self.region(block).view()[:] = b"\xcc" * BLOCK
-        self._free.append(block)
+    def borrow(self, block: Any, start: int, nbytes: int) -> Region:
+        piece = self.region(block).slice(start, nbytes)
+        self._borrowed[self._number(block)] += 1
+        on_returned = partial(self._loop.call, partial(self._return, self._number(block)))
+        CallAtEnd.of(piece.span, on_returned)
+        return piece
+
+    def _return(self, number: int) -> None:
+        self._borrowed[number] -= 1
+        if number in self._ended and not self._borrowed[number]:
+            self._ended.discard(number)
+            self._recycle(number)
+        self._resume()
+
+    def post_free(self, blocks: list[Any]) -> None:
+        self._loop.call(partial(self._free_all, blocks))
+
+    def _free_all(self, blocks: list[Any]) -> None:
+        while blocks:
+            self.free(blocks.pop())
+
+    def free(self, block: Any) -> None:
+        number = self._number(block)
+        assert number not in self._free, "freed twice"
+        assert number not in self._ended, "freed twice"
         self.blocks -= 1
+        if self._borrowed[number]:
+            self._ended.add(number)
+        else:
+            self._recycle(number)
+
+    def _recycle(self, number: int) -> None:
+        self.region([number]).view()[:] = b"\xcc" * BLOCK
+        self._free.append(number)
+
+    def _number(self, block: Any) -> int:
+        assert isinstance(block[0], int)
+        return block[0]
 
     def free_share(self, owner: object) -> None:
         """No get receives in its own thread here."""
@@ -287,11 +345,13 @@ class SimPool:
 class FarSession(ControlSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
-    def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
-        address = SimpleNamespace(url="sim://")
+    def __init__(self, connection: FarConnection, reader: FarConsumer):
+        loop, pool, counters = reader.loop, reader.pool, reader.outcomes
+        address = SimpleNamespace(url="sim://", path=lambda *, is_encrypted: LinkPath("simulated"))
         simulated: Any = SessionResources
-        super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), Counter()))
+        super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), counters))
         self._connection = connection
+        self._lanes = connection.lanes = SimLanes(connection, self, reader)
         # What comes beside an offer must be no longer than a request may be.
         chunk = BLOCK if connection.is_eager else 500
         self.fetch_limits = FetchLimits(chunk, 3 * chunk)
@@ -301,6 +361,8 @@ class FarSession(ControlSession):
 
     def _close_connection_in_loop(self) -> None:
         self._connection.break_off()
+        assert self._lanes is not None
+        self._lanes.close()
 
 
 class FarConnection:
@@ -311,10 +373,37 @@ class FarConnection:
         self.to_producer = Wire(self.clock, self._on_producer_message, wild=wild)
         self.to_reader = Wire(self.clock, self._on_message, wild=wild)
         self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
-        self.is_eager, self._is_wild = self.clock.chance.random() < 0.4, wild
-        self.session = FarSession(self, SimLoop(self.clock), reader.pool)
+        self.is_eager, self.is_wild = self.clock.chance.random() < 0.4, wild
+        self.lanes: SimLanes
+        self._sends_at = 0.0
+        self.session = FarSession(self, reader)
+        self.session.incarnation = str(id(producer))
         self.is_closed = False
+        self.lanes.begin("host", ("lanes",))
         producer.connections.add(self)
+
+    def send_next(self, send: Callable[[], None], most: float) -> None:
+        """Send behind all earlier ranges: a producer keeps their order."""
+        now = self.clock.now
+        self._sends_at = max(self._sends_at, now + self.clock.chance.uniform(0, most))
+        self.clock.after(self._sends_at - now, send)
+
+    def send_range(self, fetch: FetchRange, piece: bytes) -> None:
+        """Send a range to the reader, by the lane that it asks for."""
+        if fetch.lane:
+            self.lanes.send(fetch, piece)
+        else:
+            self.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
+
+    def maybe_break_off(self, get_id: int) -> None:
+        """Break the connection between two ranges, now and then; another payload may come then."""
+        inbound = self.session.find_inbound_in_loop(get_id)
+        if inbound is None or self.clock.chance.random() > 0.01:
+            return
+        self.break_off()
+        if self.clock.chance.random() < 0.5:
+            self.producer.fail(inbound.key)
+            self.producer.put(inbound.key, 1, 2.0)
 
     def break_off(self) -> None:
         """Break the connection; each side notices it after a delay of its own."""
@@ -335,6 +424,8 @@ class FarConnection:
     def _on_producer_message(self, message: Message) -> None:
         if isinstance(message, FetchRange):
             self.producer.serve(self, message)
+        elif isinstance(message, OpenLane):
+            self.to_reader.send(self.lanes.ticket(message))
         else:
             self.producer.handle(self, message)
 
@@ -345,10 +436,11 @@ class FarConnection:
         try:
             if isinstance(message, Chunk):
                 self.session.on_chunk_in_loop(message, memoryview(beside[0]))
+                self.maybe_break_off(message.get_id)
             else:
                 self.session.on_message_in_loop(message, *beside)
         except KVLinkError as error:
-            if not self._is_wild:
+            if not self.is_wild:
                 raise  # nothing was repeated or overtaken
             self.session.disconnect_in_loop(error)
 
@@ -359,7 +451,8 @@ class FarConsumer(SimConsumer):
     def __init__(self, clock: Clock, name: str, *, wild: bool):
         super().__init__(clock, name, wild=wild)
         self.far: FarConnection | None = None
-        self.pool = SimPool()
+        self.loop, self.processes, self.lane_counters = SimLoop(clock), 0, Counter[str]()
+        self.pool = SimPool(self.loop)
 
     def connect(self, producer: Producer) -> None:
         assert isinstance(producer, FarProducer)
@@ -368,12 +461,16 @@ class FarConsumer(SimConsumer):
 
     def die(self) -> None:
         """End the process and its connection."""
+        self.processes += 1
+        self.cut()
+
+    def cut(self) -> None:
+        """Cut the connection and its lanes; the process repeats its gets."""
         if self.far is not None:
             self.far.break_off()
 
     def break_off(self) -> None:
-        if self.far is not None:
-            self.far.break_off()
+        self.die()
 
     @property
     def taken(self) -> int:
@@ -390,25 +487,57 @@ class FarConsumer(SimConsumer):
             return
         self.open += 1
         [pending] = far.session.get_table.request([GetRequest(key, streamed)])
-        FarGet(self, key, pending, timeout)
+        FarGet(self, GetRequest(key, streamed), pending, timeout)
 
 
 class FarGet(OpenGet):
     """One get, and the checks of what it receives, layer by layer if it streams."""
 
-    def __init__(self, reader: FarConsumer, key: str, pending: PendingGet, timeout: float):
-        assert isinstance(pending, RemoteGet)
-        self._reader, self._clock, self._key, self._pending = reader, reader.clock, key, pending
+    def __init__(
+        self, reader: FarConsumer, request: GetRequest, pending: PendingGet, timeout: float
+    ):
+        self._far_reader = self._reader = reader
+        self._clock, self._key = reader.clock, request.key
+        self._request, self._process = request, reader.processes
         self._delivery: Delivery | None = None
         self._is_over = False
         assert reader.far is not None
         self._producer = reader.far.producer
-        pending.future.add_done_callback(lambda _: self._answered())
+        self._wait(pending)
         self._clock.after(timeout, self._expire)
+
+    def _wait(self, pending: PendingGet) -> None:
+        assert isinstance(pending, RemoteGet)
+        self._pending = pending
+        pending.future.add_done_callback(lambda _: self._answered())
+
+    def _repeat(self) -> None:
+        """Request the payload again, over a new connection to the same producer."""
+        reader = self._far_reader
+        if self._is_over:
+            return
+        if self._process == reader.processes:
+            reader.connect(self._producer)
+        far = reader.far
+        assert far is not None
+        is_same = far.producer is self._producer and self._process == reader.processes
+        if not is_same or far.session.is_closed:
+            self._pending.drop_kept()
+            self._finish("failed")
+            return
+        [pending] = far.session.get_table.request([self._request])
+        assert isinstance(pending, RemoteGet)
+        reader.outcomes["kept"] += pending.kept is not None
+        self._wait(pending)
 
     def _expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
-        if not self._pending.future.done():
+        if self._is_over:
+            return
+        if self._pending.future.done() and self._delivery is None:  # it is to be repeated
+            self._pending.drop_kept()
+            self._finish("timed out")
+        elif not self._pending.future.done():
             phase = self._pending.phase
             self._reader.outcomes["was released"] += "and released" in phase
             self._pending.cancel()
@@ -417,7 +546,12 @@ class FarGet(OpenGet):
     def _answered(self) -> None:
         if self._is_over:
             return
-        if self._pending.future.exception() is not None:
+        error = self._pending.future.exception()
+        if isinstance(error, PeerLostError):
+            self._clock.soon(self._repeat, 0.2)
+            return
+        if error is not None:
+            self._pending.drop_kept()
             self._finish("failed")
             return
         offer: Offer = self._pending.answer.result()

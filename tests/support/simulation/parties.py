@@ -398,6 +398,10 @@ class SimConsumer:
         if self.connection is not None:
             self.connection.break_off()
 
+    def cut(self) -> None:
+        """Cut the connection; the process lives on."""
+        self.break_off()
+
     @property
     def taken(self) -> int:
         """Blocks of the consumer's own memory that are in use."""
