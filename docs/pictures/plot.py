@@ -160,6 +160,27 @@ def device() -> None:
     chart("device", "Out of an H200, 235 MB: alone, and beside a forward pass", "ms", rows)
 
 
+def peers() -> None:
+    """`peers`: the same blocks by several systems in one run, into the target blocks."""
+    for name, picture, about in (
+        ("peers", "peers", "dense tensors"),
+        ("peers-paged", "peers_paged", "random blocks of 16 tokens"),
+    ):
+        found = read(AMD, name)["results"]
+        rows = [times("a plain copy, one thread", found["plain_copy_ms"], OTHER)]
+        rows += [
+            times(
+                f"{system} ({row['verifies']})",
+                row["scattered_ms"],
+                OURS if system.startswith("omni_kvlink") else OTHER,
+            )
+            for system, row in found["peers"].items()
+            if row["scattered_ms"]
+        ]
+        title = f"235 MB, {about}: send to target blocks, and what is verified (EPYC)"
+        chart(picture, title, "ms", rows)
+
+
 def thinker_talker() -> None:
     """`examples/thinker_talker.py`: when each step ran."""
     from timeline import Row, Span, timeline
@@ -170,5 +191,8 @@ def thinker_talker() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (ratios, phases, network, streams, growing, many, copies, device, thinker_talker):
+    for draw in (
+        *(ratios, phases, network, streams, growing),
+        *(many, copies, device, peers, thinker_talker),
+    ):
         draw()
