@@ -125,7 +125,7 @@ def test_every_namespace(
         assert len({os.readlink(f"/proc/{pid}/ns/{kind}") for pid in pids}) == 3
     for pid in (host_pid(producer), host_pid(reader)):
         root, status = Path(f"/proc/{pid}/root"), Path(f"/proc/{pid}/status").read_text()
-        limit_lines = Path(f"/proc/{pid}/limit_lines").read_text()
+        limit_lines = Path(f"/proc/{pid}/limits").read_text()
         assert "NoNewPrivs:\t1" in status
         assert f"Max open files            {NOFILE} " in limit_lines
         assert f"Max locked memory         {MEMLOCK} " in limit_lines
