@@ -207,10 +207,11 @@ class LinkTotals:
     def add(self, url: str, stats: Mapping[str, Any]) -> None:
         """Add one link."""
         role, scheme = stats["role"], url.partition("://")[0]
-        path = stats.get("path") or stats.get("transport") or scheme
-        name = path.get("name", scheme) if isinstance(path, dict) else path
         device = stats.get("device_path", "host")
-        self._paths[role, scheme, name, device] += 1
+        paths = stats.get("path") or {}  # a producer tells those of its readers
+        for path in paths if isinstance(paths, list) else [paths]:
+            encrypted = str(path.get("encrypted", "")).lower()
+            self._paths[role, scheme, path.get("transport", ""), encrypted, device] += 1
         memory, transfers = stats.get("memory", {}), stats.get("transfers", {})
         for state in ("quota", "mapped", "used"):
             if state in memory:
@@ -239,8 +240,8 @@ class LinkTotals:
             GaugeMetricFamily("kvlink_memory_bytes", "Memory of links.", labels=("role", "state")),
             self._memory,
         )
-        labels = "role", "scheme", "path", "device_path"
-        text = "Links that are open, by the way that their payloads take."
+        labels = "role", "scheme", "path", "encrypted", "device_path"
+        text = "Connections that are open, by the path of their payloads."
         yield _family(GaugeMetricFamily("kvlink_path_info", text, labels=labels), self._paths)
         text = "Leases that went back unread, of links that are open."
         yield CounterMetricFamily("kvlink_redelivered", text, value=numbers["redelivered"])

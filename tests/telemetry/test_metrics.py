@@ -92,7 +92,8 @@ def test_transfers_are_counted(scheme: str, sockets: str, registry: CollectorReg
         assert memory["producer", "used"] == producer.stats()["memory"]["used"] > 4 * LARGE
         assert scrape.values("kvlink_readers") == ({} if scheme == "inproc" else {(): 1})
         paths = scrape.values("kvlink_path_info")
-        assert {labels[:2] for labels in paths} == {("producer", scheme), ("consumer", scheme)}
+        roles = ("producer", "consumer")
+        assert paths == {(role, scheme, scheme, "false", "host"): 1 for role in roles}
     until(lambda: kept.done, "the link is closed")
     scrape = Scrape(registry)
     assert scrape.values("kvlink_transfers_total") == {
