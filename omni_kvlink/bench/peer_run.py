@@ -259,7 +259,7 @@ def _numbers(summary: Summary) -> list[str]:
 
 def _cells(row: Row) -> list[str]:
     scattered, arrived = (Summary.of(row.milliseconds[name]) for name in ("scattered", "arrived"))
-    used = (f"{Summary.of(seconds).p50:.2g}" for seconds in row.cpu.values())
+    used = (f"{Summary.of(seconds).p50:.3g}" for seconds in row.cpu.values())
     return [
         row.system.name,
         *_numbers(scattered),
