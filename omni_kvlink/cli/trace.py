@@ -11,7 +11,7 @@ from omni_kvlink.cli.process import held, show
 if TYPE_CHECKING:
     import argparse
 
-_EXAMPLES = examples("KVLINK_TRACE=trace make demo", "kvlink trace trace -o trace.json")
+_EXAMPLES = examples("kvlink trace traces -o trace.json")
 _ABOUT = """merge what processes recorded with KVLINK_TRACE=DIRECTORY into one timeline, which
 https://ui.perfetto.dev and about:tracing open"""
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from omni_kvlink import PeerLostError
+from omni_kvlink.models.bagel import make_tiny_checkpoint
 from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import expect, until
 from support.containers import podman
 from support.containers.namespaces import SHARED
-from support.containers.podman import Container
+from support.containers.podman import Container, command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+DEMO = Path(__file__).parents[2] / "examples" / "bagel_two_stage.py"
 URL, GROUP = "shm://podman", 3000
 PAYLOAD = sized("k", 8 << 20, seed=4)
 missing = cache(podman.missing)
@@ -98,3 +104,34 @@ def test_either_is_killed(begin: Callable[[int], Container]) -> None:
     expect(PeerLostError, lambda: waiting.result(PATIENCE))
     assert other.peer.call("hash_held", key="k") == before
     check_transfer(serve(begin(1000), 2000), reading, sized("next", 8 << 20))
+
+
+def test_bagel(shared: str, tmp_path: Path) -> None:
+    """Its stages, of two users in two containers, compute what one process does."""
+    if why := missing():
+        pytest.skip(why)
+    work = tmp_path / "work"  # the checkpoint, and what the second stage writes
+    out, checkpoint = work / "out", make_tiny_checkpoint(work / "tiny")
+    out.mkdir()
+    out.chmod(0o777)
+    for path in checkpoint.iterdir():
+        path.chmod(0o644)
+    prefixes = [
+        shlex.join(command(tmp_path / name, {shared: SHARED, str(work): str(work)}, uid, GROUP))
+        for name, uid in (("ar", 0), ("dit", 2000))
+    ]
+    for name in ("ar", "dit"):
+        (tmp_path / name).mkdir()
+    url = f"shm://bagel?directory={SHARED}&allow_uids=0,2000"
+    options = ["--checkpoint", str(checkpoint), "--out", str(out), "--url", url, "--steps", "4"]
+    options += ["--prefix-ar", prefixes[0], "--prefix-dit", prefixes[1]]
+    done = subprocess.run(
+        [sys.executable, str(DEMO), *options],
+        env={**os.environ, "TMPDIR": str(work)},  # for the image that the first stage reads
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every byte of K and V, every pixel, every token" in done.stdout

@@ -13,9 +13,13 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from support.containers.namespaces import SHARED, bound_root
 from support.faults.peer_commands import start_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _OWN_CGROUPS = """
 if [ ! -e /sys/fs/cgroup/cgroup.controllers ]; then  # crun refuses a mixture of both versions
@@ -33,7 +37,8 @@ class Container:
         self._state = Path(tempfile.mkdtemp(prefix="kvl-podman-"))
         self._pid = self._state / "pid"
         try:
-            self.peer = start_peer(prefix=self._command(shared, uid, group))
+            prefix = command(self._state, {shared: SHARED}, uid, group)
+            self.peer = start_peer(prefix=prefix)
         except BaseException:
             shutil.rmtree(self._state)
             raise
@@ -51,32 +56,28 @@ class Container:
         self.peer.close()
         shutil.rmtree(self._state)
 
-    def _command(self, shared: str, uid: int, group: int) -> tuple[str, ...]:
-        state, run = self._state, self._state / "run"
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        podman = [
-            "podman",
-            "--root",
-            f"{state}/root",
-            "--runroot",
-            str(run),
-            "--tmpdir",
-            f"{run}/t",
-        ]
-        podman += ["--storage-driver=vfs", "--cgroup-manager=cgroupfs", "--events-backend=none"]
-        podman += ["run", "--rm", "--interactive", "--pidfile", str(self._pid), "--read-only"]
-        podman += ["--cgroups=disabled", "--network=none", "--cap-drop=all"]
-        podman += [
-            "--security-opt=no-new-privileges",
-            "--read-only-tmpfs=false",
-            "--log-driver=none",
-        ]
-        podman += [f"--ulimit=nofile={min(1024, most)}", "--ulimit=nproc=1024"]
-        podman += [f"--user={uid}:{uid}", f"--group-add={group}", "--env=PYTHONPATH"]
-        podman += ["--volume", f"{shared}:{SHARED}", "--rootfs", f"{state}/rootfs"]
-        lines = ["set -e", *bound_root(f"{state}/rootfs"), _OWN_CGROUPS]
-        lines += ["mount -t tmpfs locks /dev/shm", f'exec {shlex.join(podman)} "$@"']
-        return ("unshare", "--mount", "sh", "-c", "\n".join(lines), "sh")
+
+def command(
+    state: Path, volumes: Mapping[str, str], uid: int = 0, group: int = 0
+) -> tuple[str, ...]:
+    """The command that runs another one in a container, which has these `volumes` by their paths.
+
+    What podman keeps of it lies in `state`, with its pid in the file `pid`.
+    """
+    run, most = state / "run", resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    podman = ["podman", "--root", f"{state}/root", "--runroot", str(run), "--tmpdir", f"{run}/t"]
+    podman += ["--storage-driver=vfs", "--cgroup-manager=cgroupfs", "--events-backend=none"]
+    podman += ["run", "--rm", "--interactive", "--pidfile", f"{state}/pid", "--read-only"]
+    podman += ["--cgroups=disabled", "--network=none", "--cap-drop=all", "--log-driver=none"]
+    podman += ["--security-opt=no-new-privileges", "--read-only-tmpfs=false"]
+    podman += [f"--ulimit=nofile={min(1024, most)}", "--ulimit=nproc=1024"]
+    podman += [f"--user={uid}:{uid}", f"--group-add={group}", "--env=PYTHONPATH"]
+    for source, target in volumes.items():
+        podman += ["--volume", f"{source}:{target}"]
+    podman += ["--rootfs", f"{state}/rootfs"]
+    lines = ["set -e", *bound_root(f"{state}/rootfs"), _OWN_CGROUPS]
+    lines += ["mount -t tmpfs locks /dev/shm", f'exec {shlex.join(podman)} "$@"']
+    return ("unshare", "--mount", "sh", "-c", "\n".join(lines), "sh")
 
 
 def missing() -> str:
