@@ -78,14 +78,16 @@ def test_out_of_descriptors_is_a_capacity_error(sockets: str) -> None:
 @pytest.mark.parametrize("scheme", ["shm", "auto"])
 def test_a_closed_consumer_that_is_kept_has_no_descriptor(sockets: str, scheme: str) -> None:
     with KVLink.serve(f"{scheme}://c", directory=sockets) as producer:
-        before = os.listdir("/proc/self/fd")
-        consumer = KVLink.connect(f"{scheme}://c", directory=sockets, timeout=60)
-        producer.put(Recipe("k").make())
-        with consumer.get("k", timeout=60):
-            pass
-        consumer.close()
+        kept, before = list[KVConsumer](), set[str]()
+        for key in ("a", "b"):  # with the first, the producer opens what it needs
+            before = set(os.listdir("/proc/self/fd"))
+            kept.append(KVLink.connect(f"{scheme}://c", directory=sockets, timeout=60))
+            producer.put(Recipe(key).make())
+            with kept[-1].get(key, timeout=60):
+                pass
+            kept[-1].close()
         until(
-            lambda: set(os.listdir("/proc/self/fd")) <= set(before),
+            lambda: set(os.listdir("/proc/self/fd")) <= before,
             "the descriptors of the connection are closed on both sides",
         )
 
