@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from omni_kvlink.bench import machine, report
+from omni_kvlink.cli import terminal
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.step_cache.step_cache import StepCache
 from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
@@ -107,7 +108,7 @@ def text(results: list[Result]) -> str:
                 one["backend"],
             ]
         )
-    return report.table(head, rows)
+    return terminal.table(head, rows)
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,7 +137,7 @@ def main() -> int:
         report.row(one["call"], (one["excess_ms"][name] for name in names), one["connector"])
         for one in results
     ]
-    print(report.table(["call", "p50 ms", "p99 ms", "max ms", "connector"], rows))
+    print(terminal.table(["call", "p50 ms", "p99 ms", "max ms", "connector"], rows))
     worst = max(one["excess_ms"]["max"] for one in results) / 1e3
     bar = report.bar("the longest excess over a timeout, in seconds", worst, BAR)
     print(report.bar_line(bar))

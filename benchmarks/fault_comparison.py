@@ -30,6 +30,7 @@ TESTS = HERE.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
 from omni_kvlink.bench import machine, report  # noqa: E402
+from omni_kvlink.cli import terminal  # noqa: E402
 from support.network.campaign import PRODUCER, READERS, Campaign, Fault, Forker, address  # noqa: E402
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def main() -> int:
         for forker in forkers.values():
             forker.close()
     head = ["faults", *COLUMNS, "MiB left", "hung", "system"]
-    print(report.table(head, [total(results, system) for system in systems]))
+    print(terminal.table(head, [total(results, system) for system in systems]))
     if args.json:
         report.write_json(args.json, "fault comparison", about, vars(args), {"runs": results})
     bad = ("lost", "wrong", "again", "broke", "left", "hung")

@@ -42,6 +42,7 @@ sys.path.insert(0, str(TESTS))
 
 from omni_kvlink import UnavailableError  # noqa: E402
 from omni_kvlink.bench import machine, report  # noqa: E402
+from omni_kvlink.cli import terminal  # noqa: E402
 from omni_kvlink.connectors.registry import backend  # noqa: E402
 from support.network.campaign import (  # noqa: E402
     KINDS,
@@ -163,7 +164,7 @@ def by_connector(results: list[dict[str, Any]]) -> str:
         problems = sum(len(result["problems"]) for result in mine)
         cells = [len(mine), *(events[end] for end in ENDS), problems]
         rows.append([*map(str, cells), connector])
-    return report.table(["runs", *ENDS, "problems", "connector"], rows)
+    return terminal.table(["runs", *ENDS, "problems", "connector"], rows)
 
 
 def by_feature(results: list[dict[str, Any]]) -> str:
@@ -180,7 +181,7 @@ def by_feature(results: list[dict[str, Any]]) -> str:
     ]
     of_kind = Counter(kind for result in results for kind, _ in result["hits"])
     total = [str(sum(transfers.values())), *(str(of_kind[kind]) for kind in kinds)]
-    return report.table(["payloads", *kinds, "feature"], [*rows, [*total, "all"]])
+    return terminal.table(["payloads", *kinds, "feature"], [*rows, [*total, "all"]])
 
 
 def available(chosen: list[str] | None) -> list[str]:

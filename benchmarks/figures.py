@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench import report
 from omni_kvlink.bench.machine import describe
+from omni_kvlink.cli import terminal
 from omni_kvlink.cli.process import run_guarded, show
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def bars(folder: Path, names: Iterable[str]) -> str:
             text = f"{name}: {bar['bar']}"
             rows.append((share, [f"{share:.2f}", f"{got:.4g}", f"{limit:g}", text]))
     ordered = [row for _, row in sorted(rows, reverse=True)]
-    return report.table(("of limit", "is", "limit", "document and bar"), ordered)
+    return terminal.table(("of limit", "is", "limit", "document and bar"), ordered)
 
 
 def main() -> int:

@@ -23,12 +23,13 @@ import numpy as np
 from omni_kvlink.bench.commands import add_options, run_setup
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import make_sample
-from omni_kvlink.bench.report import BenchError, Progress, progress, row, table
+from omni_kvlink.bench.report import BenchError, row
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.setups import PRESETS, LinkSetup, Shape, option
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.cli.arguments import SECONDS, Parser
 from omni_kvlink.cli.process import run_guarded
+from omni_kvlink.cli.terminal import Progress, progress, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,6 +25,7 @@ from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
 from omni_kvlink._native import cuda
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 from omni_kvlink.copier import GatherHandle, PinnedCopier
 from omni_kvlink.memory.mapping import Mapping
 
@@ -309,7 +310,7 @@ def text(title: str, nbytes: int, found: dict[str, Summary], outlasted: int) -> 
     ]
     lines = [
         f"{title}: {nbytes / 1e6:.0f} MB",
-        report.table(["", "p50 ms", "min", "max", "GB/s", "what"], rows),
+        terminal.table(["", "p50 ms", "min", "max", "GB/s", "what"], rows),
         f"out: {read['rate_of_plain_out']:.2f} of a plain copy's rate (bar: 0.90), "
         f"{read['rate_of_plain_out_loaded']:.2f} beside multiplications; "
         f"in: {read['rate_of_plain_in']:.2f}",

@@ -41,6 +41,7 @@ import torch
 from omni_kvlink import KVLink, KVLinkError, TensorTransferData, UnavailableError
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.connectors.registry import backend
@@ -501,7 +502,7 @@ def main() -> int:
         if "ratio" in result and result["ratio"] > RATIO and not args.no_times:
             result["problems"].append(f"p99 is {result['ratio']:.1f} times what it was alone")
         results.append(result)
-    print(report.table(HEAD, [cells(result) for result in results]))
+    print(terminal.table(HEAD, [cells(result) for result in results]))
     for result in results:
         for problem in result["problems"]:
             print(f"{result['connector']}: {problem}")

@@ -25,6 +25,7 @@ import torch
 from omni_kvlink._native import cuda
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 from omni_kvlink.engine import OmniARConfig, OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.kv_stream import KVStream
@@ -160,7 +161,7 @@ def text(title: str, result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{title}: {result['nbytes'] / 1e6:.0f} MB",
-            report.table(["", "p50 ms", "min", "max", "what"], rows),
+            terminal.table(["", "p50 ms", "min", "max", "what"], rows),
             f"added_after_ms: {result['added_after_ms']:.3f} streamed (bar: 5), "
             f"{result['added_at_end_ms']:.3f} if all is sent at the end",
         ]

@@ -24,6 +24,7 @@ import torch
 
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 from omni_kvlink.integrations.vllm_omni import register
 
 if TYPE_CHECKING:
@@ -177,7 +178,10 @@ def text(found: dict[str, dict[str, Summary]], nbytes: int) -> str:
         [phase, *(_figures(phases[phase]) for phases in found.values()), meaning]
         for phase, meaning in PHASES.items()
     ]
-    lines = [f"{nbytes / 1e6:.0f} MB; ms, p50 [min..max]", report.table(["", *found, "what"], rows)]
+    lines = [
+        f"{nbytes / 1e6:.0f} MB; ms, p50 [min..max]",
+        terminal.table(["", *found, "what"], rows),
+    ]
     for name, times in ratios(found).items():
         phases = found[name]
         theirs = sum(phases[phase].p50 for phase in ("extract", "serialise", "unpack"))

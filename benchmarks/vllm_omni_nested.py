@@ -26,6 +26,7 @@ import torch
 
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 
 WARMUP, WAITING = 4, 64
 EDGE = ("0", "1")
@@ -208,7 +209,7 @@ def main() -> int:
         for what, by in found.items()
     ]
     print(f"bytes: {sizes}; ms, p50 [min..max]")
-    print(report.table(["", *pairs], rows))
+    print(terminal.table(["", *pairs], rows))
     if args.json:
         values = {w: {p: s.to_dict() for p, s in by.items()} for w, by in found.items()}
         results = {"nbytes": sizes, "ms": values}

@@ -13,9 +13,9 @@ from omni_kvlink.bench.chunks import ChunkBytes, Pipe
 from omni_kvlink.bench.machine import load_line
 from omni_kvlink.bench.pace import Sent, send_all
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_pipe, open_setup
-from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.stats import Run, Runs, Timings
+from omni_kvlink.cli.terminal import Progress, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,6 +23,7 @@ from omni_kvlink.bench.setups import (
     Option,
     SmallSetup,
 )
+from omni_kvlink.cli import terminal
 from omni_kvlink.cli.arguments import POSITIVE, NumberArgument, Parser, examples
 from omni_kvlink.cli.process import held, interruptible, run_guarded, show
 from omni_kvlink.connectors import registry
@@ -81,7 +82,7 @@ def run_setup(
     report.check_json(arguments.json)
     machine = import_module("omni_kvlink.bench.machine")
     with interruptible():
-        result = measure(setup, functools.partial(report.progress, quiet=is_quiet))
+        result = measure(setup, functools.partial(terminal.progress, quiet=is_quiet))
     description = machine.describe()
     if not is_quiet:
         about = report.wrapped("machine", machine.one_line(description))

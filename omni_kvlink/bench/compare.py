@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.report import BenchError, Progress, progress, table
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.result import Result
+from omni_kvlink.cli.terminal import Progress, progress, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

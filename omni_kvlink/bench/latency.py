@@ -26,10 +26,11 @@ from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import BenchError, Progress, progress
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.result import Bars, Lines, Result
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
 from omni_kvlink.bench.stats import Summary, Timings
+from omni_kvlink.cli.terminal import Progress, progress
 from omni_kvlink.memory.mapping import PAGE
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData

@@ -12,10 +12,10 @@ from omni_kvlink.bench.pair import Pair, open_pipe, open_setup
 from omni_kvlink.bench.pipelined import put_batch, put_run
 from omni_kvlink.bench.put_times import NUM_TENSORS, PutTimes, measure_puts
 from omni_kvlink.bench.reader import freeze_gc
-from omni_kvlink.bench.report import Progress, progress, table
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.bench.stats import Run, Runs, Summary
+from omni_kvlink.cli.terminal import Progress, progress, table
 from omni_kvlink.connectors.base import Options
 
 if TYPE_CHECKING:

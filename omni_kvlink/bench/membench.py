@@ -16,10 +16,11 @@ from omni_kvlink._native import host
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.payloads import Sources, make_sample
 from omni_kvlink.bench.placements import Placements, measure_placements
-from omni_kvlink.bench.report import BenchError, Progress, progress, table
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
+from omni_kvlink.cli.terminal import Progress, progress, table
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.memory.mapping import Mapping

@@ -16,10 +16,11 @@ from omni_kvlink.bench import peers
 from omni_kvlink.bench.baselines import ASLEEP
 from omni_kvlink.bench.environments import System, default_folder
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.report import BenchError, Progress, progress, table
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.result import Lines, Result
 from omni_kvlink.bench.setups import BLOCK, PEERS, PeersSetup
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli.terminal import Progress, progress, table
 from omni_kvlink.testing.peer_harness import PeerError, PeerExited, ProcessPeer
 
 if TYPE_CHECKING:

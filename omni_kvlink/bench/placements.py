@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from omni_kvlink.bench.payloads import make_metadata, torch_dtype
-from omni_kvlink.bench.report import BenchError, Progress, table
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import BLOCK, Shape
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli.terminal import Progress, table
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.memory.mapping import PAGE, Mapping
 from omni_kvlink.payload.paged import BlockTable, PagedTensor

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import omni_kvlink
 from omni_kvlink.bench.remote_address import TOKEN_VARIABLE, RemoteAddress, read_address
-from omni_kvlink.bench.report import BenchError, Progress, progress
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.result import Result
 from omni_kvlink.cli.process import show
+from omni_kvlink.cli.terminal import Progress, progress
 from omni_kvlink.testing.peer_harness import Peer, PeerExited, ProcessPeer
 
 if TYPE_CHECKING:

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.cli.process import show
-from omni_kvlink.cli.terminal import MAX_WIDTH as MAX_WIDTH
-from omni_kvlink.cli.terminal import PIPED_WIDTH as PIPED_WIDTH
-from omni_kvlink.cli.terminal import Progress as Progress
-from omni_kvlink.cli.terminal import progress as progress
-from omni_kvlink.cli.terminal import table as table
-from omni_kvlink.cli.terminal import width as width
+from omni_kvlink.cli.terminal import width
 from omni_kvlink.errors import FileError, KVLinkError, MissingFileError
 from omni_kvlink.system.failures import translate_errors
 

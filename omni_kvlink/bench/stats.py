@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omni_kvlink.bench.report import row, table
+from omni_kvlink.bench.report import row
+from omni_kvlink.cli.terminal import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,9 +11,9 @@ import numpy as np
 from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.stats import Timings
+from omni_kvlink.cli.terminal import Progress, progress
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.schema import KVCacheTransferData

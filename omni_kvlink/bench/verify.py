@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.cases import Case, cases
 from omni_kvlink.bench.pair import Pair, open_setup
-from omni_kvlink.bench.report import Progress, filled, progress, table
+from omni_kvlink.bench.report import filled
+from omni_kvlink.cli.terminal import Progress, progress, table
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.testing.peer_harness import PeerError
 from omni_kvlink.testing.tampering import TamperingCopier, do_nothing

@@ -13,7 +13,7 @@ import torch
 
 from omni_kvlink.bench.baselines import TcpSend
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.report import progress
+from omni_kvlink.cli.terminal import progress
 from omni_kvlink.doctor.probe_server import BULK, BULK_NBYTES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from omni_kvlink._version import __version__
-from omni_kvlink.bench.report import width
+from omni_kvlink.cli.terminal import width
 
 _STATUS_COLUMNS, _NAME_COLUMNS = 7, 17
 

@@ -14,6 +14,7 @@ from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.membench import CopyMethod, FirstTouchMethod, make_copy_methods
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import CopySetup, Shape
+from omni_kvlink.cli import terminal
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.paged import PagedTensor
@@ -288,7 +289,7 @@ def _resident(fd: int) -> int:
 def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(SMALL) == 0
     text = capsys.readouterr().out
-    assert max(len(line) for line in text.splitlines()) <= report.PIPED_WIDTH
+    assert max(len(line) for line in text.splitlines()) <= terminal.PIPED_WIDTH
     assert all(f"\n{key.replace('_', ' ')} " in text for key in KEYS)
     columns = [line for line in text.splitlines() if line.startswith(("plain copy", "gather all"))]
     assert len({line.rindex("  ") for line in columns}) == 1, "the last column stands left"

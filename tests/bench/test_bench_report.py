@@ -16,6 +16,7 @@ from omni_kvlink.bench import report
 from omni_kvlink.bench.cases import cases
 from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.verify import Outcome, Verdict
+from omni_kvlink.cli import terminal
 from omni_kvlink.errors import FileError
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ ROWS = [
 @pytest.mark.parametrize("columns", [*range(30, 100, 7), 200])
 def test_a_table_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = report.table(HEAD, ROWS)
-    assert max(map(len, text.splitlines())) <= min(columns, report.MAX_WIDTH)
+    text = terminal.table(HEAD, ROWS)
+    assert max(map(len, text.splitlines())) <= min(columns, terminal.MAX_WIDTH)
     parts = text.split()
     for row in ROWS:
         for cell in row:
@@ -41,14 +42,14 @@ def test_a_table_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch
 
 def test_a_wide_table_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "96")
-    assert len(report.table(HEAD, ROWS).splitlines()) == 2 + len(ROWS)
+    assert len(terminal.table(HEAD, ROWS).splitlines()) == 2 + len(ROWS)
 
 
 def test_without_a_terminal_the_width_is_stable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    code = "from omni_kvlink.bench import report; print(report.width())"
+    code = "from omni_kvlink.cli import terminal; print(terminal.width())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == f"{report.PIPED_WIDTH}\n"
+    assert done.stdout == f"{terminal.PIPED_WIDTH}\n"
 
 
 @pytest.mark.parametrize("columns", [50, 80])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omni_kvlink.bench import machine, report
+from omni_kvlink.bench import machine
 from omni_kvlink.bench.stats import Summary
+from omni_kvlink.cli import terminal
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 101])
@@ -28,12 +29,14 @@ def test_a_summary_has_the_ends() -> None:
 
 
 def test_numbers_stand_right_and_words_left() -> None:
-    text = report.table(["ms", "p50", "what"], [["copy", "9.1", "bytes"], ["a wake", "10.2", "x"]])
+    text = terminal.table(
+        ["ms", "p50", "what"], [["copy", "9.1", "bytes"], ["a wake", "10.2", "x"]]
+    )
     assert text.splitlines()[2:] == ["copy     9.1  bytes", "a wake  10.2  x"]
 
 
 def test_without_a_terminal_progress_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with report.progress("rounds", 40, quiet=False) as step:
+    with terminal.progress("rounds", 40, quiet=False) as step:
         for _ in range(40):
             step()
     captured = capsys.readouterr()
