@@ -73,6 +73,19 @@ def test_the_decoder_reads_every_golden_file(path: Path) -> None:
     ]
 
 
+def test_the_decoder_reads_a_traced_header(tmp_path: Path) -> None:
+    """A trace context is no newer than the format: the page alone suffices to read it."""
+    data, path = TensorTransferData("req-1", {"x": torch.zeros(3)}), tmp_path / "payload"
+    plan = data.plan()
+    traced = plan.with_trace({"traceparent": f"00-{7:032x}-{7:016x}-01"})
+    data.save(path)
+    saved = path.read_bytes()
+    header = traced.encode(Manifest.decode(saved).digests)
+    manifest, tensors = decode(header + saved[plan.header_nbytes :])
+    assert manifest["producer"] == traced.producer
+    assert list(tensors) == ["tensors/x"]
+
+
 def test_the_decoder_refuses_every_changed_byte() -> None:
     whole = next(path for path in GOLDEN if path.stem.endswith("mixed")).read_bytes()
     data = Manifest.decode(whole).header_nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, SameAs, TensorTransferData, WireError
 from omni_kvlink._native import host
 from omni_kvlink.payload.manifest import KnownHeader, LayoutCache, Manifest
-from support.doc_blocks import DOCS
 from support.payloads.random_caches import cache
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omni_kvlink.payload.bundle import Payload
 
 
@@ -53,19 +49,6 @@ def test_a_traced_header_is_read_as_any_other(number: int) -> None:
     assert read == traced
     assert read.producer == {**untraced.producer, **context(7), "tracestate": "vendor=1"}
     assert (read.branches, read.tensors) == (untraced.branches, untraced.tensors)
-
-
-def test_the_decoder_of_the_page_reads_it(tmp_path: Path) -> None:
-    """It is no newer than the format that it reads, and written from the page alone."""
-    traced = plan().with_trace(context(7))
-    path = tmp_path / "payload"
-    TensorTransferData("req-1", {"x": torch.zeros(3)}).save(path)
-    saved = path.read_bytes()
-    header, data = traced.encode(Manifest.decode(saved).digests), saved[plan().header_nbytes :]
-    decode = runpy.run_path(str(DOCS / "wire_decoder.py"))["decode"]
-    manifest, tensors = decode(header + data)
-    assert manifest["producer"] == traced.producer
-    assert list(tensors) == ["tensors/x"]
 
 
 def test_a_reader_knows_the_layout_of_traced_headers() -> None:
