@@ -116,12 +116,11 @@ def test_bagel(shared: str, tmp_path: Path) -> None:
     out.chmod(0o777)
     for path in checkpoint.iterdir():
         path.chmod(0o644)
-    prefixes = [
-        shlex.join(command(tmp_path / name, {shared: SHARED, str(work): str(work)}, uid, GROUP))
-        for name, uid in (("ar", 0), ("dit", 2000))
-    ]
-    for name in ("ar", "dit"):
-        (tmp_path / name).mkdir()
+    volumes, states = {shared: SHARED, str(work): str(work)}, list[Path]()
+    prefixes = list[str]()
+    for uid in (0, 2000):
+        states.append(Path(tempfile.mkdtemp(prefix="kvl-")))  # podman takes no long path
+        prefixes.append(shlex.join(command(states[-1], volumes, uid, GROUP)))
     url = f"shm://bagel?directory={SHARED}&allow_uids=0,2000"
     options = ["--checkpoint", str(checkpoint), "--out", str(out), "--url", url, "--steps", "4"]
     options += ["--prefix-ar", prefixes[0], "--prefix-dit", prefixes[1]]
@@ -133,5 +132,7 @@ def test_bagel(shared: str, tmp_path: Path) -> None:
         check=False,
         timeout=300,
     )
+    for state in states:
+        shutil.rmtree(state)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every byte of K and V, every pixel, every token" in done.stdout

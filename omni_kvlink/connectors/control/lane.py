@@ -132,12 +132,17 @@ class LaneThreads:
 def host_of(descriptor: int, *, is_own: bool = False) -> str:
     """Return the address of a connection's other end, or of its own; "" if it has ended."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family == socket.AF_UNIX:
-                return ""
-            name = connection.getsockname() if is_own else connection.getpeername()
+        connection = socket.socket(fileno=descriptor)
     except OSError:
         return ""
+    try:
+        if connection.family == socket.AF_UNIX:
+            return ""
+        name = connection.getsockname() if is_own else connection.getpeername()
+    except OSError:
+        return ""
+    finally:
+        connection.detach()  # it is its owner's
     return str(name[0]).removeprefix("::ffff:")
 
 

@@ -64,7 +64,7 @@ def contained(
 
 def root_lines(shared: str, shm: str) -> list[str]:
     """The lines of a shell script that makes a root of its own, and enters it."""
-    root = tempfile.gettempdir()  # of this mount namespace alone
+    root = _free_root()
     lines = ["set -e", f"exec 9< {shlex.quote(shared)}", *bound_root(root)]
     lines += [f"mount --bind /proc/self/fd/9 {root}{SHARED}", "exec 9<&-"]
     for name in _DEVICES:
@@ -75,11 +75,22 @@ def root_lines(shared: str, shm: str) -> list[str]:
     return [*lines, f"cd {root}", "pivot_root . .", "umount -l ."]
 
 
-def bound_root(root: str) -> list[str]:
-    """The lines that mount a root at a path: the system's programs, Python, and this checkout."""
+def _free_root() -> str:
+    """A directory that a mount may hide, in a mount namespace of its own."""
+    places = "/mnt", tempfile.gettempdir()
+    used = _bound_paths()
+    return next(p for p in places if os.path.isdir(p) and not any(u.startswith(p) for u in used))
+
+
+def _bound_paths() -> list[str]:
     python = {sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix}
     checkout = {str(Path(omni_kvlink.__file__).parents[1]), str(TESTS.parent)}
-    bound = [path for path in [*_SYSTEM, *sorted(python | checkout)] if os.path.exists(path)]
+    return [path for path in [*_SYSTEM, *sorted(python | checkout)] if os.path.exists(path)]
+
+
+def bound_root(root: str) -> list[str]:
+    """The lines that mount a root at a path: the system's programs, Python, and this checkout."""
+    bound = _bound_paths()
     made = [f"{root}{path}" for path in (*bound, SHARED, "/proc", "/dev", "/sys")]
     return [
         f"mkdir -p {root}; mount -t tmpfs -o mode=755 root {root}",
