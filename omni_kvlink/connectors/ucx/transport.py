@@ -14,7 +14,13 @@ from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.worker import UcxWorker
-from omni_kvlink.errors import ClosedError, NativeError, PeerLostError, WireError
+from omni_kvlink.errors import (
+    ClosedError,
+    NativeError,
+    PeerLostError,
+    WireError,
+    without_frames,
+)
 from omni_kvlink.memory.region import Region
 from omni_kvlink.system import process
 from omni_kvlink.system.waits import MAX_TIMEOUT, Answer
@@ -224,7 +230,7 @@ class UcxTransport:
         try:
             endpoint.handle = self._open_worker().connect(address)
         except PeerLostError as error:
-            endpoint.error = error
+            endpoint.error = without_frames(error)
         else:
             self._endpoints.add(endpoint)
             self._connecting[endpoint] = 0
@@ -354,7 +360,7 @@ class UcxTransport:
         """Fail all requests of an endpoint."""
         if endpoint.error is not None:
             return
-        endpoint.error = error
+        endpoint.error = without_frames(error)
         self._connecting.pop(endpoint, None)
         self._endpoints.discard(endpoint)
         self._closing.add(endpoint)

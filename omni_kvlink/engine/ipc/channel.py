@@ -20,7 +20,13 @@ from omni_kvlink.engine.ipc.shm_tensors import (
     ShmTensorWriter,
     close_all,
 )
-from omni_kvlink.errors import ClosedError, PeerLostError, SchemaError, WireError
+from omni_kvlink.errors import (
+    ClosedError,
+    PeerLostError,
+    SchemaError,
+    WireError,
+    without_frames,
+)
 from omni_kvlink.lowlevel import Block, Mapping
 
 _LENGTH = struct.Struct("!Q")
@@ -132,7 +138,7 @@ class RpcChannel:
                 socket.send_fds(self._sock, head, [arena.fd for arena in arenas])
                 self._sock.sendall(body)
             except OSError as error:
-                self._broken = error
+                self._broken = without_frames(error)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

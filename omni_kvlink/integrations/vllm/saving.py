@@ -17,6 +17,7 @@ from omni_kvlink.errors import (
     KVLinkError,
     TransferFailed,
     TransferTimeout,
+    without_frames,
 )
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.groups import HEAD, LAST
@@ -83,7 +84,7 @@ class CacheSave:
 
     def fail(self, link: KVProducer, error: Exception) -> None:
         """Fail the payload, so that consumers that wait for it raise the reason at once."""
-        self.error = error
+        self.error = without_frames(error)
         if self._stream is not None:
             self._stream.fail(f"it could not be saved: {error!r}")
         elif not isinstance(error, DuplicateKeyError):  # the key belongs to another payload
