@@ -36,10 +36,18 @@ def address(scheme: str, folder: Path) -> str:
     return f"shm://{folder.name}" if scheme == "shm" else f"{scheme}://127.0.0.1:{free_port()}"
 
 
+PROGRAM = """
+import signal, sys
+from omni_kvlink.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what ends in &
+sys.exit(main())
+"""
+
+
 @contextlib.contextmanager
 def kvlink(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process of `kvlink`; one that is left running is killed."""
-    command = [sys.executable, "-m", "omni_kvlink.cli", *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with new_interpreters():
         process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
@@ -135,14 +143,6 @@ def test_a_killed_recorder_leaves_what_came_before(tmp_path: Path) -> None:
     assert run(["inspect", str(tmp_path / "r" / entry.file)]) == 0
 
 
-def end_by(process: subprocess.Popen[str], number: signal.Signals) -> int:
-    """Send a signal until the process has ended: Python drops what is raised in a finalizer."""
-    while True:
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=20)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_replay_that_is_ended_gives_its_name_back(number: signal.Signals, tmp_path: Path) -> None:
     record(tmp_path / "r")
@@ -151,7 +151,8 @@ def test_a_replay_that_is_ended_gives_its_name_back(number: signal.Signals, tmp_
         with kvlink("replay", tmp_path / "r", url, "--speed", "max") as replay:
             for _ in range(3):
                 assert lines_of(replay).readline()
-            assert end_by(replay, number) == 128 + number
+            replay.send_signal(number)
+            assert replay.wait() == 128 + number
 
 
 def test_a_payload_that_is_not_received_ends_with_1(tmp_path: Path, capsys: Captured) -> None:

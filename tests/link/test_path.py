@@ -117,8 +117,8 @@ def transfer(
             trace.is_on = False
             received[0].release()
             receipt.wait(timeout=60)  # else the next one needs an arena of its own
-            until_loops_sleep(monkeypatch)
             until(lambda: "kvlink-memory" not in threads(), "the mapping is touched")
+            until_loops_sleep(monkeypatch)  # else the next get leaves the receiving to the loop
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="installed without the sources")

@@ -77,9 +77,11 @@ def root_lines(shared: str, shm: str) -> list[str]:
 
 def _free_root() -> str:
     """A directory that a mount may hide, in a mount namespace of its own."""
-    places = "/mnt", tempfile.gettempdir()
+    directories = "/mnt", tempfile.gettempdir()
     used = _bound_paths()
-    return next(p for p in places if os.path.isdir(p) and not any(u.startswith(p) for u in used))
+    return next(
+        p for p in directories if os.path.isdir(p) and not any(u.startswith(p) for u in used)
+    )
 
 
 def _bound_paths() -> list[str]:
