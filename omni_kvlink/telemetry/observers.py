@@ -97,9 +97,8 @@ class Observer:
     def on_copy(self, event: TransferEvent) -> None:
         """Bytes of a received payload were checked ("verify") or copied out ("scatter").
 
-        What a get with `verify="full"` checks is a phase of that get's event instead.
-
-        Or they were wrong: then the payload is rejected. `seconds` are of this call alone.
+        Or they were wrong: then the payload is rejected. `seconds` are of this call alone. What a
+        get with `verify="full"` checks is a phase of that get's event instead.
         """
 
 

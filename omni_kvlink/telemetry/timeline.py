@@ -6,9 +6,9 @@ them, in the Trace Event Format that https://ui.perfetto.dev and Chrome's about:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-import sys
 import threading
 import time
 import zlib
@@ -40,15 +40,16 @@ _recorder: TimelineRecorder | None = None
 TraceEvent: TypeAlias = "dict[str, Any]"
 
 
-def record(directory: str | os.PathLike[str]) -> str:
+def record(directory: str | os.PathLike[str], process: str = "") -> str:
     """Write what this process's transfers do to a new file of this directory; return its path.
 
+    `process` is its name in the timeline, such as "prefill-0"; by default that of the program.
     The directory is made if there is none. Each transfer is one write, so that the file of a
     process that is killed is complete but for the transfer in progress. A second call goes on in
     another file. A forked child writes to a file of its own. FileError if it cannot be written.
     """
     global _recorder
-    new = TimelineRecorder(Path(directory))
+    new = TimelineRecorder(Path(directory), process)
     with _changing:
         previous, _recorder = _recorder, new
         _stop(previous)
@@ -82,7 +83,7 @@ class FileHead(msgspec.Struct):
     Attributes:
         kvlink_trace: the version of the file.
         pid: of the process.
-        process: its name: the program and its arguments.
+        process: its name, as `record` was given it; else that of the program.
         host: the machine's name.
         boot: names this run of the machine, whose processes have one CLOCK_MONOTONIC.
         wall: microseconds since 1970 at 0 of that clock.
@@ -99,8 +100,8 @@ class FileHead(msgspec.Struct):
 class TimelineRecorder(observers.Observer):
     """Writes the file of one process, a line for each event; `ts` is µs of CLOCK_MONOTONIC."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, process: str = ""):
+        self._directory, self._process = directory, process
         self._began = observers.Recent()  # µs of puts, by scheme and key
         self._streams = observers.Recent()  # µs of streams that arrive
         self._layered = observers.Recent()  # the puts that have layers
@@ -116,7 +117,7 @@ class TimelineRecorder(observers.Observer):
         except OSError as error:
             _refuse(self.path, error)
         boot = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
-        process, wall = " ".join(sys.argv)[:200], 1e6 * (time.time() - time.monotonic())
+        process, wall = self._process or _program(), 1e6 * (time.time() - time.monotonic())
         header = FileHead(_VERSION, self._pid, process, platform.node(), boot, wall)
         self._file.write(msgspec.json.encode(header) + b"\n")
 
@@ -190,6 +191,13 @@ class TimelineRecorder(observers.Observer):
         except (OSError, ValueError):
             if not self._file.closed:  # else another thread has closed it now
                 raise
+
+
+def _program() -> str:
+    """The program's name, without its arguments: they may have secrets."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/comm").read_text().strip()
+    return "process"
 
 
 def _now() -> float:

@@ -214,3 +214,17 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("KVLINK_TRACE", str(tmp_path / "file" / "trace"))
     with pytest.raises(FileError, match="trace"):
         KVLink.serve("shm://timed")
+
+
+def test_a_process_is_named_without_its_arguments(tmp_path: Path) -> None:
+    """They may have secrets."""
+    secret = "--token=1234"
+    program = "import sys; from omni_kvlink.telemetry import timeline; timeline.record(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), secret], check=True)
+    timeline.record(tmp_path, "prefill-0")
+    timeline.stop()
+    heads = [json.loads(path.read_bytes().splitlines()[0]) for path in tmp_path.iterdir()]
+    names = {head["process"] for head in heads}
+    assert len(names) == 2
+    assert "prefill-0" in names
+    assert not any(secret in name for name in names)

@@ -513,7 +513,7 @@ class TransferTable:
         self._add_lease(transfer, claim)
         peer, get_id = claim
         path: str = getattr(peer, "path_names", _NO_NAMES)[bool(transfer.inline)]
-        if path not in transfer.path:
+        if path != transfer.path and path not in transfer.path.split(", "):
             transfer.path = f"{transfer.path}, {path}" if transfer.path else path
         if transfer.state is not STREAMING:
             transfer.state = LEASED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni_kvlink import DuplicateKeyError
-from omni_kvlink.connectors.protocol.messages import Message, Outcome, Status
+from omni_kvlink.connectors.protocol.messages import Get, Message, Outcome, Status
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.memory.arena import Block
 from support.connectors.transfer_tables import HERE, Bench, offer
@@ -338,3 +338,16 @@ def test_cancel_releases_what_was_offered(bench: Bench) -> None:
     bench.release("a", 1, transfer, "unread")  # the reader's own release of the same offer
     assert bench.transfers.stats()["stale"] == 1
     assert not bench.transfers.on_disconnect("a")
+
+
+def test_a_path_whose_name_is_part_of_another_is_told(bench: Bench) -> None:
+    """What went by a lesser path than another reader's must not hide behind it."""
+
+    class Reader:
+        def __init__(self, path: str):
+            self.path_names = path, path
+
+    transfer = bench.put("k", readers=3)
+    for number, path in enumerate(("zmq+tcp+curve", "zmq+tcp", "zmq+tcp")):
+        bench.transfers.on_get(Reader(path), Get(number, "k"), 0.0)
+    assert transfer.path == "zmq+tcp+curve, zmq+tcp"
