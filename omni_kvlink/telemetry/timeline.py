@@ -7,6 +7,7 @@ them, in the Trace Event Format that https://ui.perfetto.dev and Chrome's about:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import threading
@@ -34,6 +35,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _VERSION = 1
 _LANE = 1 << 32
 """Added to a thread's number for slices that overlap others of it, as those of asyncio's tasks."""
+_NANOSECOND = 1e-3  # µs
 _changing = threading.Lock()
 _recorder: TimelineRecorder | None = None
 
@@ -150,7 +152,7 @@ class TimelineRecorder(observers.Observer):
         ended = _now()
         name = event.scheme, event.key
         started = self._began.pop(name) or ended - 1e6 * event.total
-        phases = [] if self._layered.pop(name) else _phases(event, started)
+        phases = [] if self._layered.pop(name) else _phases(event, started, ended=ended)
         lines = [_slice("put", started, ended - started, _about(event)), *phases]
         self._write([*lines, _flow("s", event.key, ended)] if event.error is None else lines)
 
@@ -159,7 +161,7 @@ class TimelineRecorder(observers.Observer):
         ended = _now()
         stream = self._streams.pop((event.scheme, event.key))
         started = stream or ended - 1e6 * event.total
-        phases = [] if stream else _phases(event, started)
+        phases = [] if stream else _phases(event, started, ended=ended)
         lines = [_slice("get", started, ended - started, _about(event)), *phases]
         self._write([*lines, _flow("f", event.key, ended)] if event.error is None else lines)
 
@@ -215,11 +217,18 @@ def _slice(name: str, started: float, duration: float, about: TraceEvent) -> Tra
     return {"ph": "X", "name": name, "ts": started, "dur": max(0.0, duration), "args": about}
 
 
-def _phases(event: TransferEvent, started: float, about: TraceEvent | None = None) -> Any:
+def _phases(
+    event: TransferEvent,
+    started: float,
+    about: TraceEvent | None = None,
+    ended: float = math.inf,
+) -> Any:
+    """The slices of an event's phases; none ends after the slice around them, at `ended`."""
     slices = []
     for name, seconds in event.seconds.items():
         if seconds > 0:
-            slices.append(_slice(name, started, 1e6 * seconds, about or {"key": event.key}))
+            duration = min(1e6 * seconds, ended - started - _NANOSECOND)  # sums are rounded
+            slices.append(_slice(name, started, duration, about or {"key": event.key}))
         started += 1e6 * seconds
     return slices
 
@@ -227,7 +236,7 @@ def _phases(event: TransferEvent, started: float, about: TraceEvent | None = Non
 def _flow(kind: str, key: str, at: float) -> TraceEvent:
     """One end of the arrow from a put to its gets."""
     # 1 ns before the end: it belongs to the slice around it.
-    arrow = {"ph": kind, "name": "payload", "id": _arrow(key), "ts": at - 0.001}
+    arrow = {"ph": kind, "name": "payload", "id": _arrow(key), "ts": at - _NANOSECOND}
     return {**arrow, "bp": "e"} if kind == "f" else arrow
 
 
@@ -315,7 +324,8 @@ def _in_lanes(events: list[TraceEvent]) -> Iterator[TraceEvent]:
     for event in sorted(slices, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
         if event["ph"] == "X":
             number = _lane_of(lanes, event["ts"], event["dur"])
-            at[_arrow(event["args"]["key"])] = number
+            if event["name"] in ("put", "get"):
+                at[_arrow(event["args"]["key"])] = number
         else:
             number = at.get(event.get("id", 0), 0)
         event["tid"] += number * _LANE
