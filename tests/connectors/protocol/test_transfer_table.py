@@ -343,11 +343,11 @@ def test_cancel_releases_what_was_offered(bench: Bench) -> None:
 def test_a_path_whose_name_is_part_of_another_is_told(bench: Bench) -> None:
     """What went by a lesser path than another reader's must not hide behind it."""
 
-    class Reader:
+    class PeerOnPath:
         def __init__(self, path: str):
             self.path_names = path, path
 
     transfer = bench.put("k", readers=3)
     for number, path in enumerate(("zmq+tcp+curve", "zmq+tcp", "zmq+tcp")):
-        bench.transfers.on_get(Reader(path), Get(number, "k"), 0.0)
+        bench.transfers.on_get(PeerOnPath(path), Get(number, "k"), 0.0)
     assert transfer.path == "zmq+tcp+curve, zmq+tcp"
