@@ -20,6 +20,7 @@ from omni_kvlink.errors import DuplicateKeyError as DuplicateKeyError
 from omni_kvlink.errors import FileError as FileError
 from omni_kvlink.errors import IntegrityError as IntegrityError
 from omni_kvlink.errors import KVLinkError as KVLinkError
+from omni_kvlink.errors import MissingError as MissingError
 from omni_kvlink.errors import MissingFileError as MissingFileError
 from omni_kvlink.errors import NativeError as NativeError
 from omni_kvlink.errors import PeerLostError as PeerLostError

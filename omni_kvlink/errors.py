@@ -88,6 +88,10 @@ class TransferFailed(ConnectorError):
         self.key, self.reason = key, reason
 
 
+class MissingError(TransferFailed):
+    """The producer has no payload `key` now, and the get was not to wait for one."""
+
+
 class PeerLostError(ConnectorError, ConnectionError):
     """The peer died or closed the connection; its payloads are lost."""
 

@@ -46,7 +46,7 @@ LAYERS = (
     "__init__",
     "lowlevel",
     "telemetry",
-    "aio lookup models",
+    "aio kept lookup models",
     "engine.lora.request",
     "engine.tokens",
     "engine.inputs",

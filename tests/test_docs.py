@@ -13,7 +13,7 @@ import omni_kvlink
 from omni_kvlink import errors
 from omni_kvlink.connectors import base
 from omni_kvlink.connectors.control import monitored_socket, refusals
-from omni_kvlink.connectors.protocol import fetch_plan, transfer_table
+from omni_kvlink.connectors.protocol import fetch_plan, tombstones, transfer_table
 from omni_kvlink.connectors.runtime import consumer
 from omni_kvlink.connectors.shm.channel import MAX_BACKLOG
 from omni_kvlink.connectors.shm.listener import MAX_PEERS
@@ -118,13 +118,13 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         # The figure of the page; it is no setting.
         (operations, f"tried again for {consumer._RECONNECT_SECONDS:g} s"),
         (operations, f"at most {base.MAX_RETRIES} times within one `get`"),
-        (operations, f"reason | {transfer_table.TOMBSTONE_SECONDS / 60:g} minutes"),
+        (operations, f"reason | {tombstones.TOMBSTONE_SECONDS / 60:g} minutes"),
         (operations, f"unless {MAX_BACKLOG:,} messages wait"),
         (operations, f"{base.Options().quota >> 30} GiB by default"),
         (operations, f"arenas of {arena.MIN_ARENA >> 20} MiB"),
-        (protocol, f"for {transfer_table.TOMBSTONE_SECONDS:g} seconds"),
-        (protocol, f"At most {transfer_table.MAX_TOMBSTONES:,} such keys"),
-        (protocol, f"last {transfer_table.MAX_TOMBSTONES:,} such keys"),
+        (protocol, f"for {tombstones.TOMBSTONE_SECONDS:g} seconds"),
+        (protocol, f"At most {tombstones.MAX_TOMBSTONES:,} such keys"),
+        (protocol, f"last {tombstones.MAX_TOMBSTONES:,} such keys"),
         (protocol, f"At most {transfer_table.MAX_WAITING:,} gets"),
         (protocol, f"at most {fetch_plan.EAGER:,} bytes"),
         (protocol, f"`Chunk`s of at most {fetch_plan.CHUNK >> 20} MiB"),

@@ -24,6 +24,7 @@ FAMILY: dict[str, tuple[type, ...]] = {
     "UnavailableError": (errors.ConnectorError, ImportError),
     "TransferTimeout": (errors.ConnectorError, TimeoutError),
     "TransferFailed": (errors.ConnectorError,),
+    "MissingError": (errors.TransferFailed,),
     "PeerLostError": (errors.ConnectorError, ConnectionError),
     "CapacityError": (errors.ConnectorError, MemoryError),
     "DuplicateKeyError": (errors.ConnectorError,),

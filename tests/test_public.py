@@ -187,9 +187,12 @@ def test_every_blocking_verb_takes_a_timeout_by_keyword() -> None:
 
 def test_each_side_has_its_own_verbs() -> None:
     own = {
-        KVProducer: {"put", "put_many", "stream_put", "open_stream", "allocate", "fail"},
+        KVProducer: {
+            *("put", "put_many", "stream_put", "open_stream", "allocate", "withdraw", "fail"),
+        },
         KVConsumer: {
-            *("get", "get_many", "begin_get_many", "stream_get", "read_stream", "is_connected"),
+            *("get", "get_many", "begin_get_many", "stream_get", "read_stream"),
+            *("contains", "is_connected"),
         },
     }
     shared = {"abort", "record", "stats", "close"}

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
+from omni_kvlink.aio.end import AsyncLinkEnd, in_thread, run_in_thread
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.errors import PeerLostError, TransferTimeout, format_seconds
 from omni_kvlink.link import (
@@ -54,6 +54,8 @@ S = TypeVar("S", bound=ReceivedStream | ChunkStream[ReceivedChunk])
 class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     """The methods of `KVConsumer`, awaited; `link` is the synchronous consumer below."""
 
+    contains = in_thread("link", KVConsumer.contains)
+
     async def get(
         self,
         request_id: str,
@@ -61,6 +63,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         timeout: float,
         verify: Verify = "auto",
         into: Into | None = None,
+        wait: bool = True,
     ) -> Received:
         """`KVConsumer.get`; cancelling the task cancels the request.
 
@@ -69,17 +72,23 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         check_verify(verify)
         started = time.perf_counter()
         if into is not None:
-            return await self._get_into(request_id, into, timeout, verify)
-        get = self._get(request_id, partial(begin_get, verify=verify), timeout)
+            return await self._get_into(request_id, into, timeout, verify, wait)
+        get = self._get(request_id, partial(begin_get, verify=verify, wait=wait), timeout)
         return await self._opened(await self._receive(get), started, verify)
 
     async def get_many(
-        self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+        self,
+        request_ids: Sequence[str],
+        *,
+        timeout: float,
+        verify: Verify = "auto",
+        wait: bool = True,
     ) -> ReceivedBatch[Received]:
         """`KVConsumer.get_many`; cancelling the task cancels all requests."""
         check_verify(verify)
         started, limit = time.perf_counter(), check_timeout(timeout)
-        requests, begin_again = get_requests(request_ids), partial(begin_get, verify=verify)
+        requests = get_requests(request_ids, wait=wait)
+        begin_again = partial(begin_get, verify=verify, wait=wait)
         gets = [self._get(request.key, begin_again, limit) for request in requests]
 
         def begin_all(timeout: float) -> None:
@@ -120,9 +129,9 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         return AsyncChunkStream(stream)
 
     async def _get_into(
-        self, request_id: str, into: Into, timeout: float, verify: Verify
+        self, request_id: str, into: Into, timeout: float, verify: Verify, wait: bool
     ) -> Received:
-        begin = partial(begin_get, streamed=True, verify=verify)
+        begin = partial(begin_get, streamed=True, verify=verify, wait=wait)
         get = self._get(request_id, begin, timeout)
         while True:
             started, delivery = time.perf_counter(), await self._receive(get)

@@ -120,6 +120,10 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
             end.cancel()
         receipt.check(waited=timeout)
 
+    def withdraw(self, request_id: str) -> bool:
+        """`KVProducer.withdraw`; does not block."""
+        return self.link.withdraw(request_id)
+
     def fail(self, request_id: str, reason: str) -> None:
         """`KVProducer.fail`; does not block."""
         self.link.fail(request_id, reason)

@@ -289,7 +289,7 @@ class Producer(Connector):
         lease: Lease,
         draft: bytes,
         *,
-        readers: int,
+        readers: int | None,
         tensors: Sequence[tuple[int, Region]] = (),
         nbytes: int = 0,
         window: int = 0,
@@ -325,7 +325,7 @@ class Producer(Connector):
         self,
         leases: Sequence[Lease],
         *,
-        readers: int,
+        readers: int | None,
         ttl: float,
         ledgers: Sequence[Ledger],
         deadline: float = 0.0,
@@ -334,7 +334,9 @@ class Producer(Connector):
         """Commit payloads and spend their leases; readers that wait are woken before this returns.
 
         All of them are committed, or, on an error, none; an interrupt may leave some. They expire
-        after `ttl` seconds. A payload of the caller's tensors waits for its readers until
+        after `ttl` seconds. With `readers` None they are kept, for any number of readers, until
+        `withdraw`, or until a `reserve` that finds no memory evicts one that nobody uses, the least
+        recently used first. A payload of the caller's tensors waits for its readers until
         `deadline` (`time.monotonic`). `extra` is the metadata at the end of the first, a stream.
 
         Raises:
@@ -349,6 +351,13 @@ class Producer(Connector):
 
         With `deferred` it returns before that is done and takes no lock: for finalizers.
         """
+
+    def withdraw(self, key: str) -> bool:
+        """End a kept payload; False if there is none. Its readers go on, and new ones wait.
+
+        KVLinkError if the connector keeps no payloads; its `publish` refuses `readers` None, too.
+        """
+        raise KVLinkError(f"link {self._label} keeps no payloads: put them for a number of readers")
 
     @abstractmethod
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:
@@ -459,6 +468,18 @@ class Consumer(Connector):
         if any(request.chunk is not None for request in requests):
             text = f"link {self._label} has no append streams: its connector lacks them"
             raise KVLinkError(text)
+
+    def contains(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        """Return for each key whether a get of it would have its payload at once; blocks for that.
+
+        One message for up to `MAX_KEYS` keys.
+
+        Raises:
+            TransferTimeout: the answer did not come in time.
+            PeerLostError: the producer is gone, and did not come back in time.
+            KVLinkError: the connector cannot ask.
+        """
+        raise KVLinkError(f"link {self._label} cannot ask for keys: its connector lacks that")
 
     @abstractmethod
     def abort(self, key: str, reason: str) -> None:

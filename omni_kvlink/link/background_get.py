@@ -300,14 +300,15 @@ def begin_get(
     timeout: float,
     streamed: bool = False,
     verify: Verify = "auto",
+    wait: bool = True,
 ) -> PendingGet:
     """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
 
     With `streamed`, it is delivered while it is being written: open it with `open_stream`. Bytes
-    that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
-    PeerLostError if the producer is gone and did not come back in time.
+    that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`,
+    also for `wait`. PeerLostError if the producer is gone and did not come back in time.
     """
-    request = GetRequest(check_request_id(request_id), streamed)
+    request = GetRequest(check_request_id(request_id), streamed, waits=wait)
     return begin(consumer, [request], timeout=timeout, verify=verify)[0]
 
 

@@ -64,6 +64,7 @@ class KVConsumer(LinkEnd):
         timeout: float,
         verify: Verify = "auto",
         into: Into | None = None,
+        wait: bool = True,
     ) -> Received:
         """Wait for a payload; blocks until it is committed.
 
@@ -83,7 +84,11 @@ class KVConsumer(LinkEnd):
         may be a function of the `ReceivedStream`, whose `payload` has metadata and shapes, that
         returns them; it is called again if the connection broke.
 
+        With `wait=False` the payload must be there: a get of one that is not put yet, or no more,
+        raises MissingError at once. The timeout is for the answer, and for the bytes.
+
         Raises:
+            MissingError: with `wait=False`, the producer has no such payload now.
             TransferTimeout: the text tells how far the payload had come.
             TransferFailed: the producer failed it, or it expired.
             PeerLostError: the producer died, or closed the link.
@@ -97,8 +102,8 @@ class KVConsumer(LinkEnd):
         started = time.perf_counter()
         deadline = Deadline(timeout)
         if into is not None:
-            return self._get_into(request_id, into, deadline, verify)
-        requests = [GetRequest(check_request_id(request_id))]
+            return self._get_into(request_id, into, deadline, verify, wait)
+        requests = [GetRequest(check_request_id(request_id), waits=wait)]
         [pending] = begin(self, requests, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
@@ -108,23 +113,34 @@ class KVConsumer(LinkEnd):
         return Received(*parts, started=started, verify=verify, expected=expected)
 
     def get_many(
-        self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
+        self,
+        request_ids: Iterable[str],
+        *,
+        timeout: float,
+        verify: Verify = "auto",
+        wait: bool = True,
     ) -> ReceivedBatch[Received]:
         """Wait for several payloads, all of which are requested at once; blocks until all are here.
 
         Used as `with consumer.get_many(ids, timeout=5.0) as payloads:`, in the order of the ids.
-        The timeout is for all together; `verify` is as for `get`. This side, over a network, and
-        the producer need memory for all.
+        The timeout is for all together; `verify` and `wait` are as for `get`. This side, over a
+        network, and the producer need memory for all.
 
         Raises what `get` raises for the first payload, in this order, that cannot be had. The
         others are released unread then: another call can have them.
         """
         deadline = Deadline(timeout)
-        batch = self.begin_get_many(request_ids, timeout=deadline.seconds_left(), verify=verify)
+        limit = deadline.seconds_left()
+        batch = self.begin_get_many(request_ids, timeout=limit, verify=verify, wait=wait)
         return batch.wait(timeout=deadline.seconds_left())
 
     def begin_get_many(
-        self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
+        self,
+        request_ids: Iterable[str],
+        *,
+        timeout: float,
+        verify: Verify = "auto",
+        wait: bool = True,
     ) -> PendingBatch[Received]:
         """Request several payloads, and do not wait for them; `PendingBatch.wait` does.
 
@@ -134,7 +150,7 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        requests = get_requests(request_ids)
+        requests = get_requests(request_ids, wait=wait)
         pending = begin(self, requests, timeout=timeout, verify=verify)
         copier, layouts = self._copier, self._layouts
         opened = partial(Received, copier=copier, layouts=layouts, started=started, verify=verify)
@@ -174,6 +190,20 @@ class KVConsumer(LinkEnd):
         head, delivery = self._await(request, head, deadline, verify)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
+    def contains(self, request_ids: Iterable[str], *, timeout: float) -> list[bool]:
+        """Return for each request id whether a `get` of it would have its payload at once.
+
+        Blocks for the answer: one message for 256 ids, and one back. A kept payload that is there
+        counts as used; it may be evicted all the same before it is got: see `get`, `wait=False`.
+
+        Raises:
+            TransferTimeout: the answer did not come in time.
+            PeerLostError: the producer is gone, and did not come back in time.
+        """
+        self._check_open()
+        keys = [request.key for request in get_requests(request_ids)]
+        return self._end.contains(keys, timeout=check_timeout(timeout))
+
     @property
     def is_connected(self) -> bool:
         """Whether the producer is there, so that a request need not reconnect; never blocks."""
@@ -185,10 +215,11 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _get_into(
-        self, request_id: str, into: Into, deadline: Deadline, verify: Verify
+        self, request_id: str, into: Into, deadline: Deadline, verify: Verify, wait: bool
     ) -> Received:
         """Copy a payload out while it is written; again from its start if the connection broke."""
-        request, retries = GetRequest(check_request_id(request_id), streamed=True), 0
+        key, retries = check_request_id(request_id), 0
+        request = GetRequest(key, streamed=True, waits=wait)
         while True:
             started = time.perf_counter()
             [pending] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
@@ -240,11 +271,11 @@ def begin(
     return consumer._end.begin(requests, timeout=limit, verify=verify != "off")
 
 
-def get_requests(request_ids: Iterable[str]) -> list[GetRequest]:
+def get_requests(request_ids: Iterable[str], *, wait: bool = True) -> list[GetRequest]:
     """Return a request for each id, also of a generator; SchemaError for a single one."""
     if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
         raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    return [GetRequest(check_request_id(request_id)) for request_id in request_ids]
+    return [GetRequest(check_request_id(each), waits=wait) for each in request_ids]
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:

@@ -38,8 +38,8 @@ def put_encoded(
     manifest: Manifest,
     payload: memoryview,
     *,
-    readers: int = 1,
-    ttl: float = 60.0,
+    readers: int | None = 1,
+    ttl: float | None = None,
     timeout: float = 10.0,
 ) -> Receipt:
     """Put the bytes of a payload, of which `manifest` is the header, under its request id.

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.bundle import Payload
 
+DEFAULT_TTL = 60.0
+"""Seconds in which the readers of a payload must come, unless its put says otherwise."""
 PAYLOADS_PER_TURN = 8
 """Payloads that `put_many` packs before it lets the link's thread answer readers."""
 _FLAG, _COUNT, _TTL = Flag(), Integer(1, (1 << 63) - 1), Seconds(above=0, endless=True)
@@ -60,8 +62,8 @@ class KVProducer(LinkEnd):
         self,
         data: Payload,
         *,
-        readers: int = 1,
-        ttl: float = 60.0,
+        readers: int | None = 1,
+        ttl: float | None = None,
         timeout: float = 10.0,
         digests: bool | None = None,
         background: bool = False,
@@ -82,8 +84,10 @@ class KVProducer(LinkEnd):
 
         Args:
             data: the tensors and their metadata.
-            readers: number of `get` calls that the payload is for.
-            ttl: seconds in which they must come.
+            readers: number of `get` calls that the payload is for; None to keep it for any number,
+                until `withdraw`, or until a put that finds no memory evicts it: of those that no
+                reader has, the one that was least recently put, got or asked for by `contains`.
+            ttl: seconds in which they must come; None for 60, and for no limit if it is kept.
             timeout: seconds that all of it may take: to wait for memory, to map it and to copy;
                 with `direct=True` also to wait for the readers, with `background=True` also what
                 the thread does. With 0 it waits for no memory, and the rest has no limit.
@@ -107,6 +111,8 @@ class KVProducer(LinkEnd):
         if direct or background:
             _FLAG.read(direct, "direct")
             _FLAG.read(background, "background")
+            if direct and readers is None:
+                raise SchemaError("a kept payload lies in the link's memory: leave direct= out")
             if direct and (background or data.request_id in self._allocations):
                 raise SchemaError("direct=True is for tensors of your own, and puts them now")
             put = self._put_direct if direct else self._put_in_background
@@ -119,8 +125,8 @@ class KVProducer(LinkEnd):
         self,
         payloads: Iterable[Payload],
         *,
-        readers: int = 1,
-        ttl: float = 60.0,
+        readers: int | None = 1,
+        ttl: float | None = None,
         timeout: float = 10.0,
         digests: bool | None = None,
     ) -> list[Receipt]:
@@ -190,8 +196,8 @@ class KVProducer(LinkEnd):
         self,
         plan: Payload | Manifest,
         *,
-        readers: int = 1,
-        ttl: float = 60.0,
+        readers: int | None = 1,
+        ttl: float | None = None,
         timeout: float = 10.0,
     ) -> PutStream:
         """Send a cache while it is being computed: `with producer.stream_put(plan) as out: …`.
@@ -226,7 +232,7 @@ class KVProducer(LinkEnd):
         metadata: Mapping[str, Any] | None = None,
         window: int = 64,
         readers: int = 1,
-        ttl: float = 60.0,
+        ttl: float | None = None,
         timeout: float = 10.0,
         digests: bool | None = None,
     ) -> AppendStream:
@@ -254,11 +260,21 @@ class KVProducer(LinkEnd):
             TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the spec cannot be sent, or has no dimension `dim`.
         """
-        operation = self._begin(readers, ttl, timeout, digests)
+        operation = self._begin(_COUNT.read(readers, "readers"), ttl, timeout, digests)
         _COUNT.read(window, "window")
         stream = StreamSpec(request_id, spec, Integer().read(dim, "dim"), metadata)
         head = operation.prepare_stream(stream.head(StreamPosition().encode()))
         return AppendStream(stream, head, operation.reserve_alone(head), window=window)
+
+    def withdraw(self, request_id: str) -> bool:
+        """End a payload that was put with `readers=None`; return whether there was one.
+
+        Readers that have it go on, and its memory is free when the last view of it is gone. A `get`
+        that comes later waits for another payload of this request id, or, with `wait=False`, raises
+        MissingError. KVLinkError if the connector keeps no payloads.
+        """
+        self._check_open()
+        return self._end.withdraw(check_request_id(request_id))
 
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""
@@ -282,15 +298,15 @@ class KVProducer(LinkEnd):
         self._allocations.clear()  # they would keep the memory for as long as the closed link
 
     def _begin(
-        self, readers: int, ttl: float, timeout: float, digests: bool | None
+        self, readers: int | None, ttl: float | None, timeout: float, digests: bool | None
     ) -> PutOperation:
         """Check that the link is open, and the arguments of a put; return its operation."""
         if self._closed:  # the call costs more than the test
             self._check_open()
         deadline = Deadline(timeout)
-        _check_delivery(readers, ttl)
+        seconds = _check_delivery(readers, ttl)
         with_digests = self._digests if digests is None else _FLAG.read(digests, "digests")
-        return PutOperation(self._end, self._copier, deadline, readers, ttl, with_digests)
+        return PutOperation(self._end, self._copier, deadline, readers, seconds, with_digests)
 
     def _prepare(self, operation: PutOperation, data: Payload) -> PayloadPut:
         """Pack a payload, or plan its copy into new memory or what was allocated for it."""
@@ -334,8 +350,11 @@ class KVProducer(LinkEnd):
         return allocation
 
 
-def _check_delivery(readers: int, ttl: float) -> None:
-    if type(readers) is int and readers == 1 and type(ttl) is float and ttl > 0:
-        return  # the calls below cost more than the test
-    _COUNT.read(readers, "readers")
+def _check_delivery(readers: int | None, ttl: float | None) -> float:
+    """Check the readers of a put; return the seconds in which they must come."""
+    if readers is not None and not (type(readers) is int and readers == 1):
+        _COUNT.read(readers, "readers")  # the call costs more than the test
+    if ttl is None:
+        return DEFAULT_TTL if readers else float("inf")
     _TTL.read(ttl, "ttl")
+    return ttl

@@ -186,7 +186,7 @@ class CopiedPut(PayloadPut):
 class PutOperation:
     """Puts payloads together: all are reserved, then filled, then published; on an error none.
 
-    `deadline` is for all of it, `readers` and `ttl` are for each payload.
+    `deadline` is for all of it, `readers` (None: any number) and `ttl` are for each payload.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PutOperation:
         producer: Producer,
         copier: Copier,
         deadline: Deadline,
-        readers: int,
+        readers: int | None,
         ttl: float,
         digests: bool,
     ):

@@ -186,6 +186,10 @@ def _locked() -> threading.Lock:
     return lock
 
 
+def _no_room() -> bool:
+    return False
+
+
 MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
 """Maps an arena of so many bytes, while the function that it is given returns True."""
 
@@ -201,6 +205,10 @@ class ArenaPool:
         retire: called with the number of an empty arena that was dropped; must not block.
         keep: reuse arenas. If False, each block has its own arena, dropped when it is freed.
         min_arena: bytes of an arena that is kept, unless a block needs more; `MIN_ARENA` if None.
+
+    Attributes:
+        make_room: called by a `reserve` that finds no memory, before it waits and without the lock;
+            it may free a block, and returns whether it did.
     """
 
     def __init__(
@@ -223,6 +231,7 @@ class ArenaPool:
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
         self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
         self._closed = False
+        self.make_room: Callable[[], bool] = _no_room
         self._lock = threading.Lock()
         # Each thread that waits has one, locked. A `Condition` is left locked, or unlocked, by a
         # signal handler that raises in one of its methods.
@@ -251,8 +260,13 @@ class ArenaPool:
         try:
             while (block := self._find(nbytes, owner, growth, deadline, timeout)) is None:
                 if not growth.nbytes:
-                    assert growth.waiter is not None
-                    self._wait(growth.waiter, max(0.0, deadline - time.monotonic()))
+                    waiter = growth.waiter
+                    assert waiter is not None
+                    if self.make_room():
+                        growth.waiter = None
+                        self._waiters.pop(waiter, None)
+                    else:
+                        self._wait(waiter, max(0.0, deadline - time.monotonic()))
                     continue
                 is_wanted = partial(self._is_wanted, growth.nbytes, deadline if timeout else NEVER)
                 mapping = self._make(growth.nbytes, is_wanted)  # without the lock: it is slow
@@ -294,6 +308,12 @@ class ArenaPool:
                 # In one line: an interrupt comes before it or after it.
                 owner.block, self._mapped, self._outside, self._shares = taken
         return True
+
+    def wake(self) -> None:
+        """Have the threads that wait for memory look again: `make_room` may make some now."""
+        if self._waiters:
+            with self._lock:
+                self._wake_all()
 
     def free(self, block: Part) -> None:
         """Free a block and wake the threads that wait for memory."""
@@ -448,7 +468,7 @@ class ArenaPool:
             seconds = deadline - time.monotonic()
             is_mapping = nbytes <= self._prefaulting and seconds > 0
             if is_mapping or not self._claim_growth(nbytes, growth):
-                if nbytes > self.quota or seconds <= 0:
+                if nbytes > self.quota or (seconds <= 0 and growth.waiter is not None):
                     raise self._full(nbytes, timeout)
                 growth.waiter = _locked()
                 self._waiters[growth.waiter] = None

@@ -12,6 +12,8 @@ from omni_kvlink.connectors.protocol.delivery import Coalesce, send_separately
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Committed,
+    Contained,
+    Contains,
     Failed,
     Get,
     Layer,
@@ -26,6 +28,7 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.errors import (
     KVLinkError,
+    MissingError,
     PeerLostError,
     TransferFailed,
     TransferTimeout,
@@ -59,12 +62,21 @@ class ChunkOf(NamedTuple):
 class GetRequest(msgspec.Struct, frozen=True, gc=False):
     """One payload to be requested; or, with `chunk`, an append stream or a chunk of one.
 
-    `streamed` takes it while it is being written.
+    `streamed` takes it while it is being written. Without `waits` it fails if there is no such
+    payload now.
     """
 
     key: str
     streamed: bool = False
     chunk: ChunkOf | None = None
+    waits: bool = True
+
+
+class Query(NamedTuple):
+    """A question about keys, and its answer: for each key whether a get would have it at once."""
+
+    number: int
+    answer: Answer[tuple[bool, ...]]
 
 
 class OwnedGet(Finalizer):
@@ -200,6 +212,7 @@ class GetTable(Generic[GetT]):
         self._waiting: dict[int, OwnedGet] = {}
         self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
+        self._queries: dict[int, Query] = {}
         self._last_id = 0
         self._error: KVLinkError | None = None
         self.path_names = "", ""  # of the connection; see `LinkPath.names`
@@ -223,6 +236,20 @@ class GetTable(Generic[GetT]):
         else:
             self._send_all(messages)
         return get_states
+
+    def query(self, keys: Sequence[str]) -> Query:
+        """Ask which of these keys a get would have at once; PeerLostError as `request`."""
+        with self._lock:
+            self._check_connected()
+            self._last_id += 1
+            number = self._last_id
+            query = self._queries[number] = Query(number, Answer())
+        self._send(Contains(number, tuple(keys)))
+        return query
+
+    def forget(self, query: Query) -> None:
+        """Take no answer to a query any more."""
+        self._queries.pop(query.number, None)
 
     def cancel(self, get_state: GetState) -> bool:
         """Cancel a get; False if its answer came first, so that the caller must take that."""
@@ -315,6 +342,10 @@ class GetTable(Generic[GetT]):
             elif (stream := self._streams.pop(message.get_id, None)) is not None:
                 key, progress = stream
                 progress.fail(get_error(key, message))
+        elif isinstance(message, Contained):
+            query = self._queries.pop(message.query, None)
+            if query is not None:  # else nobody waits for it any more
+                query.answer.set_result(message.found)
         elif isinstance(message, (Layer, Committed)):
             stream = self._streams.get(message.get_id)
             if stream is None:
@@ -345,6 +376,10 @@ class GetTable(Generic[GetT]):
                 self._error = type(error)(str(error))
             waiting = self._alive()  # also one whose answer was interrupted: it comes no more
             self._waiting.clear()
+            queries = list(self._queries.values())
+            self._queries.clear()
+        for query in queries:
+            query.answer.set_error(type(error)(str(error)))
         for get_state in waiting:
             get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._fail_streams(error)
@@ -361,12 +396,11 @@ class GetTable(Generic[GetT]):
 
     def _add(self, request: GetRequest, verify: bool, messages: list[Message]) -> GetT:
         """Append the message that requests it to `messages`; called with the lock held."""
-        if self._error is not None:
-            raise type(self._error)(str(self._error))
+        self._check_connected()
         self._last_id += 1
         number, chunk, streamed = self._last_id, request.chunk, request.streamed or self._fetches
         if chunk is None:
-            messages.append(Get(number, request.key, streamed))
+            messages.append(Get(number, request.key, streamed, waits=request.waits))
         else:
             stream = chunk.stream or number
             messages.append(Get(number, request.key, streamed, stream, chunk.number))
@@ -375,6 +409,10 @@ class GetTable(Generic[GetT]):
         )
         self._waiting[number] = get_state.owned
         return get_state
+
+    def _check_connected(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for get_id in list(self._streams):  # a finalizer may remove one meanwhile
@@ -411,6 +449,9 @@ class GetTable(Generic[GetT]):
             return get_state
 
 
+_ERRORS = {"complete": StreamEnded, "missing": MissingError}
+
+
 def _ignore(message: object) -> None:
     pass
 
@@ -419,7 +460,7 @@ def get_error(key: str, message: Failed) -> KVLinkError:
     """Return the error that a get of `key` raises when the producer sends this message."""
     if message.ending == "closed":
         return PeerLostError(f"the producer closed the link while {key!r} was awaited")
-    kind = StreamEnded if message.ending == "complete" else TransferFailed
+    kind = _ERRORS.get(message.ending, TransferFailed)
     text = f"payload {key!r} {message.ending}: {message.reason}"
     return kind(text, key=key, reason=message.reason)
 

@@ -30,6 +30,8 @@ DEFAULT_INLINE = 16 << 10
 its copies were about equal (`kvlink-bench many --bytes 28672`, `--inline 0` and `--inline`)."""
 MAX_BATCH = 256
 """Messages of the longest `Batch`."""
+MAX_KEYS = 256
+"""Keys of the longest `Contains`."""
 MAX_TEXT = 4096
 """Characters of the longest text field."""
 MAX_EXTRA = 4096
@@ -41,7 +43,7 @@ Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
 Extra = Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Outcome = Literal["read", "unread", "rejected"]
-Ending = Literal["failed", "aborted", "expired", "closed", "complete"]
+Ending = Literal["failed", "aborted", "expired", "closed", "complete", "missing"]
 
 
 NOTHING = memoryview(b"")
@@ -82,7 +84,7 @@ class Get(_Message, frozen=True, array_like=True, tag=True, gc=False):
     `get_id` is the consumer's number of this get, unique within the connection. `streamed`: offer
     it while it is still being written, too. An append stream is requested with its own `get_id`
     as `stream`, and the first chunk wanted as `chunk`; then each `chunk` with that get's number as
-    `stream`.
+    `stream`. Without `waits` it fails if the producer has no such payload now.
     """
 
     get_id: Number
@@ -90,6 +92,7 @@ class Get(_Message, frozen=True, array_like=True, tag=True, gc=False):
     streamed: bool = False
     stream: Number = 0
     chunk: Number = 0
+    waits: bool = True
 
 
 class Cancel(_Message, frozen=True, array_like=True, tag=True, gc=False):
@@ -173,7 +176,11 @@ class Status(_Message, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Failed(_Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Producer: there will be no payload for this get; "complete": its stream has no such chunk."""
+    """Producer: there will be no payload for this get.
+
+    "complete": its stream has no such chunk; "missing": there is none now, and the get does not
+    wait.
+    """
 
     get_id: Number
     reason: Text
@@ -260,15 +267,41 @@ class Abort(_Message, frozen=True, array_like=True, tag=True, gc=False):
     reason: Text
 
 
+class Contains(_Message, frozen=True, array_like=True, tag=True, gc=False):
+    """Consumer: asks which of these keys it would get at once; `query` is its number of this."""
+
+    query: Number
+    keys: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+
+
+class Contained(_Message, frozen=True, array_like=True, tag=True, gc=False):
+    """Producer: the answer to `Contains`, for its keys in their order."""
+
+    query: Number
+    found: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
 class Batch(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Both sides: several messages in one, in their order; none is a Batch or has a descriptor."""
 
     messages: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
-FromConsumer: TypeAlias = Refused | Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort
+FromConsumer: TypeAlias = (
+    Refused | Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort | Contains
+)
 FromProducer: TypeAlias = (
-    Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk | LaneTicket
+    Refused
+    | Memory
+    | Retire
+    | Offer
+    | Layer
+    | Committed
+    | Status
+    | Failed
+    | Chunk
+    | LaneTicket
+    | Contained
 )
 Message: TypeAlias = Hello | TransportAddress | FromConsumer | FromProducer
 _BATCH_SPACE = 32

@@ -23,11 +23,12 @@ Claim = tuple[Peer, int]
 """One get of one consumer: the peer, and the peer's number of the get."""
 
 
-_FINAL = frozenset(("released", "failed", "expired"))  # to compare states takes four times as long
+# To compare states takes four times as long.
+_FINAL = frozenset(("released", "failed", "expired", "withdrawn", "evicted"))
 
 
 class TransferState(enum.Enum):
-    """The state of a transfer; the last three are final."""
+    """The state of a transfer; the last five are final, two of them those of a kept payload."""
 
     RESERVED = "reserved"
     STREAMING = "streaming"
@@ -36,6 +37,8 @@ class TransferState(enum.Enum):
     RELEASED = "released"
     FAILED = "failed"
     EXPIRED = "expired"
+    WITHDRAWN = "withdrawn"
+    EVICTED = "evicted"
 
     @property
     def is_final(self) -> bool:
@@ -64,7 +67,8 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
     layers: list[tuple[int, tuple[bytes, ...]]] | None = None
     expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
     is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
-    unclaimed: int = 0  # readers that were declared and have no lease
+    unclaimed: int = 0  # readers that were declared and have no lease; of a kept one always 1
+    is_kept: bool = False  # for any number of readers, until it is withdrawn or evicted
     lost_readers: int = 0  # readers that had a lease and left it unread
     is_committed: bool = False  # whether the payload is complete
     leases: frozenset[Claim] = frozenset()
@@ -155,7 +159,15 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
     def missing_readers(self) -> str:
         """The readers that it still needs, in words, and those that came and left."""
         left = f" ({self.lost_readers} came and left it unread)" if self.lost_readers else ""
+        if self.is_kept:
+            return f"kept for any reader{left}"
         return f"{self.unclaimed} readers missing{left}"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is complete, and nothing uses its memory."""
+        is_used = self.leases or self.pins or self.views or self.has_writer
+        return self.state is TransferState.COMMITTED and not is_used
 
     @property
     def is_offerable(self) -> bool:
@@ -204,7 +216,7 @@ class Ledger(msgspec.Struct, gc=False):
 
 
 class Receipt(msgspec.Struct, gc=False, eq=False):
-    """The producer's view of a payload that was put: its state, and a way to wait for its release.
+    """The producer's view of a payload that was put: its state, and a way to wait for its end.
 
     `ledger` tells what the put cost.
     """
@@ -226,7 +238,10 @@ class Receipt(msgspec.Struct, gc=False, eq=False):
 
     @property
     def state(self) -> str:
-        """The state now: "committed", "leased", or finally "released", "failed" or "expired"."""
+        """The state now: "committed" or "leased", and finally "released", "failed" or "expired".
+
+        A kept payload ends as "withdrawn" or "evicted" instead of "released".
+        """
         return self._transfer.state.value
 
     @property
@@ -253,8 +268,10 @@ class Receipt(msgspec.Struct, gc=False, eq=False):
     def wait(self, *, timeout: float) -> None:
         """Block until every declared reader has released the payload, `timeout` seconds at most.
 
+        A kept payload has no declared readers: this blocks until it is withdrawn.
+
         Raises:
-            TransferFailed: it failed, was aborted or rejected, or expired.
+            TransferFailed: it failed, was aborted, rejected or evicted, or expired.
             TransferTimeout: it was not released within `timeout` seconds.
         """
         limit = check_timeout(timeout)
@@ -274,7 +291,7 @@ class Receipt(msgspec.Struct, gc=False, eq=False):
                 waited=waited,
                 phase=self.state,
             )
-        if transfer.state is not TransferState.RELEASED:
+        if transfer.state not in (TransferState.RELEASED, TransferState.WITHDRAWN):
             raise TransferFailed(
                 f"payload {self.key!r} {self.state}: {transfer.reason}",
                 key=self.key,

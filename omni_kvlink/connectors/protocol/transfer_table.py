@@ -6,6 +6,9 @@
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
+A kept payload (`readers=None`) is COMMITTED again when its readers have released it. It ends as
+WITHDRAWN, also while it is LEASED, or, if nothing uses it and memory is wanted, as EVICTED.
+
 A STREAMING transfer is offered to consumers that take layers while it is written. That of an append
 stream (`Transfer.window`) has chunks instead, transfers which its readers get one by one; see
 `AppendTable`.
@@ -21,10 +24,10 @@ own.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.append_table import AppendTable
+from omni_kvlink.connectors.protocol.kept_table import KeptTable
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -38,19 +41,17 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     shorten,
 )
+from omni_kvlink.connectors.protocol.tombstones import MAX_TOMBSTONES, Tombstone, Tombstones
 from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
 from omni_kvlink.errors import DuplicateKeyError
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
 
-MAX_TOMBSTONES = 4096
-"""Failed or expired keys that are remembered, and released ones: a later get learns the reason; and
-as many that a reader aborted before there was a payload: of those a reader can send any number."""
-TOMBSTONE_SECONDS = 300.0
 MAX_WAITING = 1 << 16
 """Gets that may wait; then a peer with less than an equal share of them may still add some."""
 
@@ -67,8 +68,20 @@ IS_APPEND_STREAM = "it is an append stream: use read_stream"
 IS_PAYLOAD = "it is no append stream: use get"
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
-RESERVED, STREAMING, COMMITTED, LEASED, RELEASED, FAILED, EXPIRED = TransferState
+(
+    RESERVED,
+    STREAMING,
+    COMMITTED,
+    LEASED,
+    RELEASED,
+    FAILED,
+    EXPIRED,
+    WITHDRAWN,
+    EVICTED,
+) = TransferState
+_DELIVERED = RELEASED, WITHDRAWN, EVICTED
 _NO_NAMES = "", ""
+_NEVER = float("inf")
 
 _PHASES = {
     RESERVED: "announced, the producer is still writing it",
@@ -79,7 +92,13 @@ _PHASES = {
         "it was delivered to every declared reader and released: "
         "raise readers= of its put, or put it again"
     ),
+    WITHDRAWN: "it was kept, and its producer withdrew it",
+    EVICTED: (
+        "it was kept, and evicted because memory was wanted: "
+        "raise quota= of its producer, or put it again"
+    ),
 }
+MISSING = "the producer has no such payload now"
 
 
 class TransferTable:
@@ -100,12 +119,16 @@ class TransferTable:
         self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
         self._key_chars: dict[Peer, int] = {}
         self._leases: dict[Peer, dict[int, Transfer]] = {}  # by get
-        self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
-        self._released: OrderedDict[str, None] = OrderedDict()  # keys, the oldest first
-        self._aborted: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()  # by readers
+        self._tombstones = Tombstones()
+        self.kept = KeptTable(self._live)
         self._appends = AppendTable(send, self._add_lease, self._end)
         self.counters = dict.fromkeys(
-            ("committed", "released", "failed", "expired", "redelivered", "stale", "refused"), 0
+            (
+                "committed",
+                *("released", "failed", "expired", "withdrawn", "evicted"),
+                *("redelivered", "stale", "refused"),
+            ),
+            0,
         )
 
     # Calls of the producer itself
@@ -138,8 +161,8 @@ class TransferTable:
 
         Readers of a stream are told. No other transfer of the same key is touched: this one may
         have ended long before, and the key may have been put again. A `reason` fails the gets that
-        wait for the key, and those of the next `TOMBSTONE_SECONDS` from `now` on; without one they
-        go on waiting for another payload.
+        wait for the key, and those of the next minutes from `now` on; without one they go on
+        waiting for another payload.
         """
         is_final = transfer.state.is_final
         has_ended = is_final and transfer.block is None
@@ -162,7 +185,7 @@ class TransferTable:
         transfer: Transfer,
         location: Location,
         draft: int,
-        readers: int,
+        readers: int | None,
         direct: DirectSource | None = None,
         window: ChunkWindow[Transfer] | None = None,
     ) -> None:
@@ -174,7 +197,8 @@ class TransferTable:
         """
         transfer.check_writing()
         transfer.direct, transfer.window = direct, window
-        transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
+        transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers or 1
+        transfer.is_kept = readers is None
         transfer.state = STREAMING
         self._offer(transfer)
 
@@ -190,13 +214,13 @@ class TransferTable:
             self._send(peer, Layer(get_id, first, digests))
 
     def commit(
-        self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float
+        self, payloads: Sequence[tuple[Transfer, Location]], readers: int | None, expires: float
     ) -> None:
         """Offer complete payloads, each to `readers` readers until `expires`; on an error none.
 
-        A transfer that was not reserved begins now. Of a stream, `begin_stream` set the location
-        and the readers. DuplicateKeyError if a live payload has the key of one that begins,
-        TransferFailed if one was aborted while it was being written.
+        With `readers` None each is kept. A transfer that was not reserved begins now. Of a stream,
+        `begin_stream` set the location and the readers. DuplicateKeyError if a live payload has the
+        key of one that begins, TransferFailed if one was aborted while it was being written.
         """
         for transfer, _ in payloads:
             if transfer.epoch or transfer.stream is not None:
@@ -219,6 +243,8 @@ class TransferTable:
     def on_view_freed(self, transfer: Transfer, view: object) -> None:
         """The last reference to a view was dropped."""
         transfer.views -= {view}
+        if transfer.is_kept:
+            self.kept.release(transfer)
         self._free_if_unused(transfer)
 
     def fail(self, key: str, reason: str, ending: Ending, now: float) -> None:
@@ -226,7 +252,23 @@ class TransferTable:
         transfer = self._live.get(key)
         if transfer is not None:
             self._end(transfer, FAILED, reason, ending)
-        self._add_tombstone(self._tombstones, key, reason, ending, now)
+        self._add_tombstone(self._tombstones.failed, key, reason, ending, now)
+
+    def withdraw(self, key: str) -> bool:
+        """End a kept payload; False if there is none. Its readers go on, and new ones wait."""
+        transfer = self._live.get(key)
+        if transfer is None or not (transfer.is_kept and transfer.is_committed):
+            return False
+        self._end(transfer, WITHDRAWN, _PHASES[WITHDRAWN], "closed")
+        return True
+
+    def evict(self) -> bool:
+        """End the kept payload that nobody uses and that was used least recently; False if none."""
+        transfer = self.kept.find_least_recent()
+        if transfer is None:
+            return False
+        self._end(transfer, EVICTED, _PHASES[EVICTED], "closed")
+        return True
 
     def close(self, reason: str) -> None:
         """Fail every transfer and every waiting get."""
@@ -246,9 +288,8 @@ class TransferTable:
         threads get the owner's lock in between.
         """
         self._now = max(self._now, now)
-        for tombstones in (self._tombstones, self._aborted):
-            while tombstones and next(iter(tombstones.values()))[0] <= now:
-                tombstones.popitem(last=False)
+        if self._tombstones.failed or self._tombstones.aborted:
+            self._tombstones.tick(now)
         for _ in range(MAX_EXPIRED):
             if not self._expiring:
                 return float("inf")
@@ -260,7 +301,7 @@ class TransferTable:
             if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.missing_readers}"
                 self._end(transfer, EXPIRED, reason, "expired")
-                self._add_tombstone(self._tombstones, transfer.key, reason, "expired", now)
+                self._add_tombstone(self._tombstones.failed, transfer.key, reason, "expired", now)
         return now
 
     def has_waiting_reader(self, key: str) -> bool:
@@ -282,7 +323,8 @@ class TransferTable:
         waiting = sum(map(len, self._waiting.values())) + self._appends.waiting
         leased = sum(map(len, self._leases.values()))
         now = {"live": len(self._live), "leased": leased, "waiting": waiting}
-        return {**now, "pinned": len(self._pinned), **self.counters}
+        kept = {"pinned": len(self._pinned), "kept": len(self.kept)}
+        return {**now, **kept, **self.counters, **self.kept.counters}
 
     # Events of the peers
 
@@ -290,14 +332,13 @@ class TransferTable:
         """A consumer requests a key or a chunk, before or after it exists."""
         get_id, key, claim = get.get_id, get.key, (peer, get.get_id)
         transfer, self._now = self._live.get(key), now
-        tombstone = self._tombstones.get(key) or self._aborted.get(key)
+        tombstone = self._tombstones.failed.get(key) or self._tombstones.aborted.get(key)
         if get.stream not in (0, get_id):
             is_taken = get_id in self._leases.get(peer, ())
             self._appends.on_get(transfer, peer, get, tombstone, is_taken=is_taken)
             return
         if transfer is None and tombstone is not None:
-            _, reason, ending = tombstone
-            self._send(peer, Failed(get_id, reason, ending))
+            self._send(peer, Failed(get_id, tombstone.reason, tombstone.ending))
             return
         reason, own = "", len(self._gets.get(peer, ()))
         share = MAX_WAITING // (len(self._gets) + 1)
@@ -317,10 +358,8 @@ class TransferTable:
         self._key_chars[peer] = self._key_chars.get(peer, 0) + len(key)
         if transfer is not None:
             self._offer_to(transfer, claim, get.streamed, start)  # the others wait for a reason
-            if claim in self._waiting.get(key, ()):
-                self._send(peer, Status(get_id, _PHASES[transfer.state]))
-        elif key in self._released:  # it waits: its reader may be here before the next put
-            self._send(peer, Status(get_id, _PHASES[RELEASED]))
+        if claim in self._waiting.get(key, ()):  # its reader may be here before the next put
+            self._leave_waiting(claim, key, transfer, waits=get.waits)
 
     def on_cancel(self, peer: Peer, get_id: int) -> None:
         """A get is cancelled; what it was offered meanwhile is delivered to another one."""
@@ -339,7 +378,7 @@ class TransferTable:
         if key in self._live:
             self.fail(key, reason, "aborted", now)
         else:
-            self._add_tombstone(self._aborted, key, reason, "aborted", now)
+            self._add_tombstone(self._tombstones.aborted, key, reason, "aborted", now)
 
     def on_release(
         self, peer: Peer, get_id: int, epoch: int, outcome: Outcome, reason: str, now: float
@@ -414,9 +453,12 @@ class TransferTable:
 
     # Inside
 
-    def _commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
+    def _commit(
+        self, transfer: Transfer, location: Location, readers: int | None, expires: float
+    ) -> None:
         if transfer.state is RESERVED:
-            transfer.location, transfer.unclaimed = location, readers
+            transfer.location, transfer.unclaimed = location, readers or 1
+            transfer.is_kept = readers is None
         try:
             # In one line: an interrupt comes before it or after it.
             transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
@@ -428,12 +470,16 @@ class TransferTable:
                 self._send(peer, Committed(get_id, transfer.extra))
             if transfer.window is not None:
                 self._appends.fail_gets(transfer.window, "the stream has ended", "complete")
+            if transfer.is_kept:
+                self.kept.add(transfer)
             self._offer(transfer)
             self._schedule(transfer)  # last, because a reader may sleep until it has the offer
         except BaseException:  # an interrupt, at any line
             if transfer.is_committed and not transfer.state.is_final:
                 self._schedule(transfer)
                 transfer.state = LEASED if transfer.leases else COMMITTED
+                if transfer.is_kept:
+                    self.kept.add(transfer)
                 self._offer(transfer)  # again: a reader may be sent its offer twice
             raise
         if not transfer.unclaimed and not transfer.leases:
@@ -446,21 +492,20 @@ class TransferTable:
         self._epoch += 1
         transfer.epoch = self._epoch
         if is_payload:
-            for endings in (self._tombstones, self._aborted, self._released):
+            for endings in self._tombstones.all:
                 if key in endings:  # a `pop` takes four times as long
                     del endings[key]
 
     def _check_free(self, key: str) -> None:
         other = self._live.get(key)
         if other is not None:
-            raise DuplicateKeyError(
-                f"key {key!r} is taken by a payload that is {other.state.value}; "
-                "wait for its receipt, or abort it"
-            )
+            cure = "withdraw it" if other.is_kept else "wait for its receipt, or abort it"
+            state = f"{other.state.value}{' and kept' * other.is_kept}"
+            raise DuplicateKeyError(f"key {key!r} is taken by a payload that is {state}; {cure}")
 
     def _schedule(self, transfer: Transfer) -> None:
         """Have `tick` expire a transfer; it forgets those that are not offerable when it looks."""
-        if transfer.is_scheduled:
+        if transfer.is_scheduled or transfer.expires == _NEVER:
             return
         if len(self._expiring) > 2 * len(self._live) + MAX_EXPIRED:
             # Most have ended long before their time; they must not be kept until then.
@@ -474,6 +519,8 @@ class TransferTable:
         transfer.pins -= claims
         if not transfer.pins:
             self._pinned.pop(transfer.epoch, None)
+        if transfer.is_kept:
+            self.kept.release(transfer)
         if claims:
             self._free_if_unused(transfer)
 
@@ -508,8 +555,11 @@ class TransferTable:
 
     def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:
         if claim not in transfer.leases:
+            unclaimed = transfer.unclaimed - (not transfer.is_kept)
             # In one line: an interrupt comes before it or after it.
-            transfer.unclaimed, transfer.leases = transfer.unclaimed - 1, transfer.leases | {claim}
+            transfer.unclaimed, transfer.leases = unclaimed, transfer.leases | {claim}
+        if transfer.is_kept:
+            self.kept.lease(transfer)
         self._add_lease(transfer, claim)
         peer, get_id = claim
         path: str = getattr(peer, "path_names", _NO_NAMES)[bool(transfer.inline)]
@@ -559,7 +609,7 @@ class TransferTable:
             self.fail(transfer.key, reason, "failed", self._now)
             return
         if redeliver:
-            transfer.unclaimed += 1
+            transfer.unclaimed += not transfer.is_kept
             transfer.lost_readers += 1
             self.counters["redelivered"] += 1
             if transfer.is_committed:
@@ -567,6 +617,8 @@ class TransferTable:
         is_idle = transfer.state is LEASED and not transfer.leases
         if is_idle and transfer.unclaimed:
             transfer.state = COMMITTED
+            if transfer.is_kept:
+                self.kept.release(transfer)
         if redeliver:
             self._offer(transfer)
         elif is_idle and not transfer.unclaimed:
@@ -584,12 +636,14 @@ class TransferTable:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-            if state is RELEASED:  # gets that wait, and later ones, are told so
-                self._released[transfer.key] = None
-                if len(self._released) > MAX_TOMBSTONES:
-                    self._released.popitem(last=False)
+            if state in _DELIVERED:  # gets that wait, and later ones, are told so
+                self._tombstones.delivered[transfer.key] = state
+                if len(self._tombstones.delivered) > MAX_TOMBSTONES:
+                    self._tombstones.delivered.popitem(last=False)
                 if transfer.key in self._waiting:
-                    self._notify(transfer.key, RELEASED)
+                    self._notify(transfer.key, state)
+        if transfer.is_kept:
+            self.kept.remove(transfer)
         if transfer.window is not None:
             self._appends.fail_gets(transfer.window, reason, ending)
             for chunk in transfer.window.take_all():
@@ -607,7 +661,7 @@ class TransferTable:
 
     def _add_tombstone(
         self,
-        tombstones: OrderedDict[str, tuple[float, str, Ending]],
+        tombstones: OrderedDict[str, Tombstone],
         key: str,
         reason: str,
         ending: Ending,
@@ -615,13 +669,25 @@ class TransferTable:
     ) -> None:
         """Remember why a key has no payload, and fail the gets that wait for it."""
         reason = shorten(reason)
-        tombstones.pop(key, None)
-        tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
-        if len(tombstones) > MAX_TOMBSTONES:
-            tombstones.popitem(last=False)
+        self._tombstones.add(tombstones, key, reason, ending, now)
         for peer, get_id in list(self._waiting.get(key, ())):
             self._remove_waiting(key, (peer, get_id))
             self._send(peer, Failed(get_id, reason, ending))
+
+    def _leave_waiting(
+        self, claim: Claim, key: str, transfer: Transfer | None, *, waits: bool
+    ) -> None:
+        """Tell a get how far its payload is; one that does not wait fails."""
+        peer, get_id = claim
+        state = self._tombstones.delivered.get(key) if transfer is None else transfer.state
+        phase = "" if state is None else _PHASES[state]
+        if waits:
+            if phase:
+                self._send(peer, Status(get_id, phase))
+            return
+        reason = self.kept.count_miss(key) or phase or MISSING
+        self._remove_waiting(key, claim)
+        self._send(peer, Failed(get_id, reason, "missing"))
 
     def _remove_waiting(self, key: str, claim: Claim) -> None:
         peer, get_id = claim

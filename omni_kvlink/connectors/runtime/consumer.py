@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_kvlink.connectors.base import Consumer, PendingGet
+from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.delivery import Delivery, is_fault_of_payload
 from omni_kvlink.connectors.protocol.get_table import (
     ChunkOf,
@@ -18,8 +18,11 @@ from omni_kvlink.connectors.protocol.get_table import (
     GetRequest,
     GetState,
     GetTable,
+    Query,
 )
 from omni_kvlink.connectors.protocol.messages import (
+    MAX_KEYS,
+    MAX_MESSAGE,
     PROTOCOL,
     SLOT,
     Abort,
@@ -41,14 +44,16 @@ from omni_kvlink.errors import (
     KVLinkError,
     PeerLostError,
     TransferFailed,
+    TransferTimeout,
     VersionError,
     WireError,
+    format_seconds,
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import is_abandoned, uninterrupted
-from omni_kvlink.system.waits import LazyEvent, check_timeout
+from omni_kvlink.system.waits import Answer, Deadline, LazyEvent, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,6 +64,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("omni_kvlink")
 T = TypeVar("T")
+_KEY_OVERHEAD = 32
+"""Bytes of a message beside the keys in it, and of a key beside its characters, at most."""
 _RECONNECT_SECONDS = 0.5
 """Seconds that a live producer may take to answer again after its connection broke."""
 
@@ -101,6 +108,26 @@ class Session(ABC):
         if "rdma" in union and self.required is None:
             return "the producer is of an earlier version, which sends small payloads over TCP"
         return path_refusal(self.path, union)
+
+    def contains(self, keys: Sequence[str], deadline: Deadline) -> list[bool]:
+        """Ask the producer for keys; see `Consumer.contains`."""
+        queries = list[Query]()
+        try:
+            queries.extend(map(self.get_table.query, _messages_of(keys)))
+            for query in queries:
+                self.receive_answer(query.answer, deadline)
+                if not query.answer.wait(deadline.seconds_left()):
+                    waited = format_seconds(deadline.timeout)
+                    raise TransferTimeout(f"no answer about {len(keys)} keys after {waited}")
+            return [is_here for query in queries for is_here in query.answer.result()]
+        finally:
+            for query in queries:
+                self.get_table.forget(query)
+
+    def receive_answer(  # noqa: B027 (optional)
+        self, answer: Answer[tuple[bool, ...]], deadline: Deadline
+    ) -> None:
+        """Receive it in the calling thread, where that is possible; returns at the deadline."""
 
     @abstractmethod
     def close(self) -> None:
@@ -164,6 +191,10 @@ class MappedSession(Session):
 
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""
+
+    def receive_answer(self, answer: Answer[tuple[bool, ...]], deadline: Deadline) -> None:
+        """Receive it in this thread: it comes sooner than by the loop."""
+        self.receive_until(answer, deadline.at)
 
 
 class MappedGet(SessionGet):
@@ -314,6 +345,20 @@ class SessionConsumer(Consumer):
             return False  # the caller raises the error that ended the first session
         return new is not old and new.incarnation == old.incarnation
 
+    def contains(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        """Ask the producer; again if only the connection broke."""
+        deadline, retries = Deadline(timeout), 0
+        while True:
+            session = self._session
+            if self._closed or session is None or session.is_closed:
+                session = self._new_session(deadline.seconds_left())
+            try:
+                return session.contains(keys, deadline)
+            except PeerLostError:
+                retries += 1
+                if retries > MAX_RETRIES or not deadline.seconds_left():
+                    raise
+
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides."""
         self._check_open()
@@ -416,6 +461,19 @@ def _close_all() -> None:
 
 if hasattr(threading, "_register_atexit"):  # private, as in `concurrent.futures.thread`
     threading._register_atexit(_close_all)
+
+
+def _messages_of(keys: Sequence[str]) -> list[list[str]]:
+    """Divide keys into parts, each of which fits into one `Contains`."""
+    parts, nbytes = list[list[str]](), MAX_MESSAGE
+    for key in keys:
+        key_nbytes = _KEY_OVERHEAD + (len(key) if key.isascii() else 4 * len(key))
+        nbytes += key_nbytes
+        if nbytes > MAX_MESSAGE - _KEY_OVERHEAD or len(parts[-1]) == MAX_KEYS:
+            parts.append([])
+            nbytes = key_nbytes
+        parts[-1].append(key)
+    return parts
 
 
 def check_hello(url: str, message: Message) -> Hello:

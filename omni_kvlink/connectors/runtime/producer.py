@@ -25,6 +25,8 @@ from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Abort,
     Cancel,
+    Contained,
+    Contains,
     Get,
     Hello,
     Location,
@@ -104,6 +106,7 @@ class PooledProducer(Producer):
         pooled = options.mode == "pooled" or is_one_arena
         least = options.quota if is_one_arena else None
         self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled, min_arena=least)
+        self.pool.make_room, self.transfers.kept.on_idle = self._evict, self.pool.wake
         if is_one_arena:
             self.pool.prefault(1)
         self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
@@ -375,14 +378,14 @@ class PooledProducer(Producer):
         lease: Lease,
         draft: bytes,
         *,
-        readers: int,
+        readers: int | None,
         tensors: Sequence[tuple[int, Region]] = (),
         nbytes: int = 0,
         window: int = 0,
     ) -> None:
         """Write the draft header and offer the payload to gets that take layers or chunks."""
         self._check_open()
-        if readers < 1:
+        if readers is not None and readers < 1:
             raise SchemaError(f"readers {readers}: at least one")
         transfer, header_end = _transfer(lease), lease.region.nbytes
         block = transfer.block
@@ -395,7 +398,7 @@ class PooledProducer(Producer):
         write_head(slot, transfer.epoch, header_end, committed=False)  # it may have shrunk
         slot.write(SLOT + header_end, draft)
         location = Location(block[0], block[1], nbytes or header_end)
-        chunks = ChunkWindow[Transfer](readers, window) if window else None
+        chunks = ChunkWindow[Transfer](readers, window) if window and readers else None
         with self.lock:
             self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
 
@@ -409,7 +412,7 @@ class PooledProducer(Producer):
         self,
         leases: Sequence[Lease],
         *,
-        readers: int,
+        readers: int | None,
         ttl: float,
         ledgers: Sequence[Ledger],
         deadline: float = 0.0,
@@ -418,7 +421,7 @@ class PooledProducer(Producer):
         """Commit the payloads; blocks only for readers of the caller's own tensors."""
         if self._closed:  # the call costs more than the test
             self._check_open()
-        if readers < 1 or not ttl > 0:
+        if (readers is not None and readers < 1) or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
         expires = time.monotonic() + ttl
         try:
@@ -452,7 +455,7 @@ class PooledProducer(Producer):
         return transfer, Location(block[0], block[1], region.nbytes)
 
     def _commit(
-        self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float
+        self, payloads: Sequence[tuple[Transfer, Location]], readers: int | None, expires: float
     ) -> Transfer | None:
         """Commit, or return a transfer whose readers still need the caller's own tensors."""
         with self.lock:
@@ -481,6 +484,12 @@ class PooledProducer(Producer):
         with self.lock:
             now = time.monotonic()
             self.transfers.fail(key, reason, "aborted" if aborted else "failed", now)
+
+    def withdraw(self, key: str) -> bool:
+        """End a kept payload."""
+        self._check_open()
+        with self.lock:
+            return self.transfers.withdraw(key)
 
     def stats(self) -> dict[str, Any]:
         """Return the state, the counters of the transfers and of the pool."""
@@ -530,6 +539,13 @@ class PooledProducer(Producer):
             with self.lock:
                 self.transfers.abort(transfer, reason, time.monotonic())
 
+    def _evict(self) -> bool:
+        """Make room in the pool, for a put that waits; False if nothing can be evicted."""
+        if not self.transfers.kept:
+            return False
+        with self.lock:
+            return self.transfers.evict()
+
     def _free(self, transfer: Transfer) -> None:
         """Free the memory of a transfer."""
         self.pool.release(transfer)
@@ -547,6 +563,8 @@ class PooledProducer(Producer):
                 self.transfers.on_reject(peer, get_id, epoch, reason, now)
             case Abort(key, reason):
                 self.transfers.on_abort(key, reason, now)
+            case Contains(query, keys):
+                self._send(peer, Contained(query, self.transfers.kept.contains(keys, now)))
             case Refused(reason):
                 assert isinstance(peer, PeerHandle)
                 peer.listener.refuse_path(peer.name, reason)

@@ -17,6 +17,7 @@ from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Abort,
     Cancel,
+    Contained,
     Failed,
     Hello,
     Location,
@@ -76,7 +77,7 @@ _LEADER_SECONDS = 1.0
 """Seconds that a thread may take to leave a connection whose producer has ended to the loop."""
 _RETRY_SECONDS = 0.03
 """Seconds after which a consumer tries again while what serves its name hangs up."""
-_ANSWERS = (Offer, Status, Failed)
+_ANSWERS = (Offer, Status, Failed, Contained)
 
 
 class ShmConsumer(SessionConsumer):

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
+from omni_kvlink.connectors.protocol import tombstones
 from omni_kvlink.connectors.protocol import transfer_table as module
 from omni_kvlink.connectors.protocol.messages import Failed, Get, Status
-from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED, TOMBSTONE_SECONDS
+from omni_kvlink.connectors.protocol.tombstones import TOMBSTONE_SECONDS
+from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED
 from support.connectors.transfer_tables import HERE, Bench, offer, state_of
 
 if TYPE_CHECKING:
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 
 # Reaches into _expiring, _gets, _key_chars, _leases: what a table keeps of transfers that have
 # ended costs memory, and shows nowhere.
+
+
+def remember_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (tombstones, module):
+        monkeypatch.setattr(owner, "MAX_TOMBSTONES", 3)
 
 
 @pytest.fixture
@@ -174,7 +181,7 @@ def test_tombstone_ends_with_the_next_put(bench: Bench) -> None:
 
 
 def test_tombstones_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    remember_three(monkeypatch)
     for number in range(5):
         bench.transfers.fail(f"k{number}", "why", "failed", float(number))
     for number in range(5):
@@ -214,7 +221,7 @@ def test_a_key_that_is_put_again_is_not_taken_for_released(bench: Bench) -> None
 
 
 def test_released_keys_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    remember_three(monkeypatch)
     for number in range(5):
         bench.release("a", number, read_by(bench, "a", number, f"k{number}"))
     for number in range(5):
@@ -226,7 +233,7 @@ def test_released_keys_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_released_keys_do_not_displace_failed_ones(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    remember_three(monkeypatch)
     bench.transfers.fail("failed", "why", "failed", 0.0)
     for number in range(5):
         bench.release("a", number, read_by(bench, "a", number, f"k{number}"))
@@ -257,7 +264,7 @@ def test_waiting_gets_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch)
 def test_aborts_of_readers_evict_no_reason_of_the_producer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    remember_three(monkeypatch)
     bench.transfers.fail("own", "why", "failed", 0.0)
     for number in range(5):
         bench.transfers.on_abort(f"k{number}", "gone", 0.0)

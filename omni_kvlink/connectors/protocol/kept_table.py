@@ -1,0 +1,107 @@
+"""`KeptTable`: the payloads of a producer that any number of readers may get.
+
+A payload is kept until its producer withdraws it, or until it is evicted: a put that finds no
+memory evicts the least recently used one that nobody uses. To be got, or asked for by `contains`,
+is to be used.
+
+A key may end in an identity, "name@" and 32 hexadecimal digits: see `CacheIdentity`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from omni_kvlink.connectors.protocol.transfer import Transfer
+
+IDENTITY_CHARS = 33
+"""Characters of the identity at the end of a key: "@", and the digits."""
+OTHER_IDENTITY = "the producer keeps it under another identity, whose bytes would be wrong"
+
+
+class KeptTable:
+    """The kept payloads of a `TransferTable`, whose payloads are `live`; under the owner's lock.
+
+    `on_idle` is called when one may be evicted that could not be before; it must not block.
+    """
+
+    def __init__(self, live: Mapping[str, Transfer]):
+        self._live = live
+        self._kept: dict[str, Transfer] = {}
+        self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
+        self._names: Counter[str] = Counter()  # of kept keys that have an identity
+        self.on_idle: Callable[[], None] = lambda: None
+        self.counters = {"missed": 0, "other_identity": 0}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, transfer: Transfer) -> None:
+        """Keep a payload that was committed; again after an interrupt."""
+        if transfer.key not in self._kept:
+            self._kept[transfer.key] = transfer
+            if name := name_of(transfer.key):
+                self._names[name] += 1
+        self.release(transfer)
+
+    def remove(self, transfer: Transfer) -> None:
+        """Forget a payload that has ended."""
+        self._idle.pop(transfer.key, None)
+        if self._kept.get(transfer.key) is not transfer:
+            return  # it was never committed, or an interrupt came below
+        del self._kept[transfer.key]
+        if name := name_of(transfer.key):
+            self._names[name] -= 1
+            if self._names[name] <= 0:
+                del self._names[name]
+
+    def lease(self, transfer: Transfer) -> None:
+        """A reader has it: it is not evicted."""
+        self._idle.pop(transfer.key, None)
+
+    def release(self, transfer: Transfer) -> None:
+        """No reader may have it any more; it is the most recently used one then."""
+        if transfer.is_idle and self._kept.get(transfer.key) is transfer:
+            self._idle[transfer.key] = transfer
+            self._idle.move_to_end(transfer.key)
+            self.on_idle()
+
+    def find_least_recent(self) -> Transfer | None:
+        """Return the least recently used payload whose memory nothing uses; None if all are used.
+
+        One that an interrupt has lost is found when there is no other.
+        """
+        for transfer in self._idle.values():
+            if transfer.is_idle:
+                return transfer
+        return next((transfer for transfer in self._kept.values() if transfer.is_idle), None)
+
+    def contains(self, keys: Sequence[str], now: float) -> tuple[bool, ...]:
+        """Return whether each key has a complete payload that a reader would get at once."""
+        return tuple([self._is_here(key, now) for key in keys])
+
+    def count_miss(self, key: str) -> str:
+        """Count a reader that did not find a key; return why, if it is here otherwise, or ""."""
+        self.counters["missed"] += 1
+        if self._names and name_of(key) in self._names:
+            self.counters["other_identity"] += 1
+            return OTHER_IDENTITY
+        return ""
+
+    def _is_here(self, key: str, now: float) -> bool:
+        transfer = self._live.get(key)
+        if transfer is None or not transfer.is_offerable or now >= transfer.expires:
+            self.count_miss(key)
+            return False
+        if key in self._idle:
+            self._idle.move_to_end(key)
+        return True
+
+
+def name_of(key: str) -> str:
+    """Return the name in a key that ends in an identity; "" if it does not."""
+    is_identified = len(key) > IDENTITY_CHARS and key[-IDENTITY_CHARS] == "@"
+    return key[:-IDENTITY_CHARS] if is_identified else ""
