@@ -10,6 +10,7 @@ from omni_kvlink.testing import (
     batch_checks,
     delivery_checks,
     ending_checks,
+    kept_checks,
     leaving_checks,
     memory_checks,
     path_checks,
@@ -45,6 +46,7 @@ CONNECTOR_CHECKS = checks_of(
     append_stream_checks,
     leaving_checks,
     batch_checks,
+    kept_checks,
     zero_copy_checks,
 )
 """The checks of `check_connector`, in their order."""

@@ -45,6 +45,10 @@ class LinkCommands(CommandSet):
         with received:
             return str(received.ledger.path)
 
+    def contains(self, link: str, keys: list[str], **options: Any) -> list[bool]:
+        """Which keys the producer has now."""
+        return list(self._links[link].contains(keys, **options))
+
     def get_many(self, link: str, keys: list[str], **options: Any) -> list[str]:
         """Receive several payloads together and release them; their fingerprints."""
         with self._links[link].get_many(keys, **options) as payloads:
