@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -55,6 +54,8 @@ from omni_kvlink.memory.arena import ArenaPool, MakeArena
 from omni_kvlink.memory.region import CallAtEnd, Lease, Region, call_if_alive
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from omni_kvlink.system.waits import Deadline
 
 

@@ -107,7 +107,7 @@ def test_the_error_of_a_full_quota_names_who_was_disconnected(socket_dir: str) -
     url, size = f"shm://living?directory={socket_dir}", 150_000
     with KVLink.serve(url, quota="1MiB") as producer, KVLink.connect(url, timeout=60) as reader:
         receipt = producer.put(TensorTransferData("a", {"h": torch.ones(size)}))
-        with pytest.raises(CapacityError, match="release their payloads$"):
+        with pytest.raises(CapacityError, match=r"release their payloads$"):
             producer.put(TensorTransferData("b", {"h": torch.ones(size)}), timeout=0)
         with reader.get("a", timeout=60) as data:
             seen = data["h"]
