@@ -124,6 +124,7 @@ def test_memory_of_disconnected_readers_is_counted(
         with consumer.get("a", timeout=60) as data:
             seen = data["h"]
         (listener,), (peer,) = end_of(producer).listeners, peers_of(producer)
+        # private: no public call breaks a connection while its process lives
         end_of(producer).loop.call(lambda: listener._disconnect_in_loop(peer))
         until(lambda: producer.stats()["detached"], "it was disconnected")
         scrape = Scrape(registry)
