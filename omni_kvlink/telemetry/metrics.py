@@ -222,6 +222,8 @@ class LinkTotals:
         self._numbers["waiting"] += stats.get("waiting", 0)
         for listener in stats.get("listeners", [stats]):
             self._numbers["readers"] += listener.get("readers", 0)
+            if "detached" in listener:
+                self._memory[role, "pinned"] += sum(listener["detached"].values())
             self._refused.update(
                 {(reason,): n for reason, n in listener.get("refused", {}).items()}
             )

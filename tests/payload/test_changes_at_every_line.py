@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 LIBRARY = str(Path(omni_kvlink.__file__).parent)
 TAKING = {tensor_memory.address_of.__code__, tensor_memory.are_whole.__code__}
 """Where addresses are taken, or the storages of tensors whose addresses the library takes."""
-SMALL, LARGE = 4, 31_250
-"""Tokens of 32 floats: 128, and 1,000,000."""
+SMALL, MIDDLE, LARGE = 4, 1_000, 31_250
+"""Tokens of 32 floats: 128, 32,000, and 1,000,000. Only the first are packed in one native call."""
 STRIDE = 23
 """Of how many lines one is tried, where not all are."""
 
@@ -175,3 +175,9 @@ def test_some_lines(to: Links, send: Way) -> None:
 def test_every_line(to: Links, send: Way) -> None:
     try_lines(to, send, SMALL, 1)
     try_lines(to, send, LARGE, STRIDE // 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("send", ANY + OF_CACHES, ids=lambda send: send.__name__)
+def test_every_line_of_what_is_gathered(to: Links, send: Way) -> None:
+    try_lines(to, send, MIDDLE, 1)

@@ -32,6 +32,7 @@ from omni_kvlink.telemetry.metrics import error_name
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
+from support.link.ends import end_of, peers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,6 +111,26 @@ def test_transfers_are_counted(scheme: str, sockets: str, registry: CollectorReg
     assert scrape.values("kvlink_errors_total") == {("producer", "TransferFailed"): 1}
     assert not scrape.values("kvlink_live_payloads")
     assert not scrape.values("kvlink_path_info")
+
+
+def test_memory_of_disconnected_readers_is_counted(
+    sockets: str, registry: CollectorRegistry
+) -> None:
+    with (
+        KVLink.serve("shm://pinned", directory=sockets) as producer,
+        KVLink.connect(producer.url, timeout=60, directory=sockets) as consumer,
+    ):
+        receipt = producer.put(payload("a", LARGE))
+        with consumer.get("a", timeout=60) as data:
+            seen = data["h"]
+        (listener,), (peer,) = end_of(producer).listeners, peers_of(producer)
+        # private: no public call breaks a connection while its process lives
+        end_of(producer).loop.call(lambda: listener._disconnect_in_loop(peer))
+        until(lambda: producer.stats()["detached"], "it was disconnected")
+        scrape = Scrape(registry)
+        assert scrape.values("kvlink_memory_bytes")["producer", "pinned"] == receipt.ledger.nbytes
+        assert scrape.values("kvlink_pinned_payloads") == {(): 1}
+        del seen, data
 
 
 def test_failures_are_counted(sockets: str, registry: CollectorRegistry) -> None:

@@ -24,7 +24,7 @@ from omni_kvlink.connectors.control.lane import (
 from omni_kvlink.connectors.control.lane_sender import LaneSender
 from omni_kvlink.connectors.protocol.messages import LaneTicket, shorten
 from omni_kvlink.connectors.runtime.event_loop import READ
-from omni_kvlink.errors import KVLinkError, WireError
+from omni_kvlink.errors import ConnectorError, KVLinkError, WireError
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
@@ -125,8 +125,13 @@ class LaneListener:
             listening = socket.create_server((host, 0), family=family, backlog=MAX_UNADMITTED)
             process.call_in_children(listening, socket.socket.close)  # it would outlive this one
             listening.setblocking(False)
+            try:
+                self._loop.watch(listening, READ, partial(self._on_connection_in_loop, listening))
+            except ConnectorError:
+                self._loop.unwatch(listening)
+                listening.close()
+                raise
             self._listening[host] = listening
-            self._loop.watch(listening, READ, partial(self._on_connection_in_loop, listening))
         return int(listening.getsockname()[1])
 
     def _stop_listening(self) -> None:
@@ -153,8 +158,13 @@ class LaneListener:
         connection.setblocking(False)
         if len(self._unadmitted) >= MAX_UNADMITTED:
             self._refuse(next(iter(self._unadmitted)), "no ticket")
-        self._unadmitted[connection.fileno()] = connection, bytearray()
-        self._loop.watch(connection, READ, partial(self._on_greeting_in_loop, connection.fileno()))
+        descriptor = connection.fileno()
+        self._unadmitted[descriptor] = connection, bytearray()
+        try:
+            self._loop.watch(connection, READ, partial(self._on_greeting_in_loop, descriptor))
+        except ConnectorError as error:
+            _log.warning("a lane was closed at once: %s", error)
+            self._refuse(descriptor, "failed")
 
     def _on_greeting_in_loop(self, descriptor: int, events: int) -> None:
         with self.control.lock:

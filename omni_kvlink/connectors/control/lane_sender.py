@@ -81,10 +81,14 @@ class LaneSender:
         if not self._is_closed:
             guarded(self._lose_in_loop, self._send_frames_in_loop)
         if not self._is_closed:
-            interest = READ | (WRITE if self._frame or self._ranges else 0)
-            if interest != self._events:
-                self._events = interest
-                self._loop.watch(self._socket, interest, self._on_events_in_loop)
+            guarded(self._lose_in_loop, self._watch_in_loop)
+
+    def _watch_in_loop(self) -> None:
+        """Wait for the lane's end; and for space, if there is more to send."""
+        interest = READ | (WRITE if self._frame or self._ranges else 0)
+        if interest != self._events:
+            self._events = interest
+            self._loop.watch(self._socket, interest, self._on_events_in_loop)
 
     def _check_in_loop(self, events: int) -> None:
         if events & READ:

@@ -24,6 +24,7 @@ own.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.append_table import AppendTable
@@ -435,13 +436,13 @@ class TransferTable:
             self._end_lease(transfer, (peer, get_id), redeliver=True)
         return any(peer == pin[0] for transfer in self._pinned.values() for pin in transfer.pins)
 
-    def pinned_nbytes(self, peer: Peer) -> int:
-        """Bytes of the payloads that this disconnected peer may still read."""
-        return sum(
-            each.location.nbytes
-            for each in self._pinned.values()
-            if each.location is not None and any(peer == pin[0] for pin in each.pins)
-        )
+    def pinned(self) -> Counter[Peer]:
+        """Return the bytes of the payloads that each disconnected peer may still read."""
+        pinned = Counter[Peer]()
+        for transfer in self._pinned.values():
+            for peer in {peer for peer, _ in transfer.pins}:
+                pinned[peer] += transfer.location.nbytes if transfer.location is not None else 0
+        return pinned
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone: cancel its gets, deliver its leases to others, unpin its memory."""

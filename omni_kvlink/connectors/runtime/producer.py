@@ -56,6 +56,8 @@ from omni_kvlink.memory.arena import ArenaPool, MakeArena
 from omni_kvlink.memory.region import CallAtEnd, Lease, Region, call_if_alive
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from omni_kvlink.system.waits import Deadline
 
 
@@ -172,10 +174,10 @@ class PooledProducer(Producer):
         with self.lock:
             return self.transfers.on_disconnect(peer)
 
-    def pinned_nbytes(self, peer: Peer) -> int:
-        """Bytes of the payloads that a disconnected peer may still read; any thread."""
+    def pinned(self) -> Counter[Peer]:
+        """Return the bytes that each disconnected peer may still read; any thread."""
         with self.lock:
-            return self.transfers.pinned_nbytes(peer)
+            return self.transfers.pinned()
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""
@@ -325,7 +327,7 @@ class PooledProducer(Producer):
             slot_nbytes, timeout = SLOT + nbytes + request.draft, deadline.timeout_left
             block = self.pool.reserve(slot_nbytes, transfer, timeout=timeout)
         except CapacityError as error:
-            text = f"key {key!r}: {error}"
+            text = f"key {key!r}: {error}{self._describe_pinned()}"
             raise CapacityError(text, requested=error.requested, free=error.free) from None
         except TransferTimeout as error:
             text, waited = f"key {key!r}: {error}", deadline.timeout
@@ -336,6 +338,15 @@ class PooledProducer(Producer):
             slot.write(SLOT, request.packed)
         abort = partial(self._abort, transfer)
         return Lease(slot.slice(SLOT, nbytes), abort, transfer, partial(self.loop.call, abort))
+
+    def _describe_pinned(self) -> str:
+        """Return which disconnected processes keep memory, with the cure; "" if none does."""
+        pinned = sorted((getattr(peer, "name", ""), n) for peer, n in self.pinned().items())
+        if not pinned:
+            return ""
+        readers = ", ".join(f"{name}: {nbytes} bytes" for name, nbytes in pinned)
+        text = "memory is kept for processes that were disconnected and may still read it"
+        return f"; {text} ({readers}): end those processes"
 
     def _wait_for_window(self, stream: Transfer, deadline: Deadline) -> None:
         """Block until an append stream may have another chunk: the oldest is released."""

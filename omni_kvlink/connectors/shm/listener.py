@@ -94,9 +94,9 @@ class ShmListener(Listener):
 
     def stats(self) -> dict[str, Any]:
         """Return the socket, readers, refusals by reason, floods, and bytes of detached readers."""
-        detached = Counter[str]()
+        detached, pinned = Counter[str](), self._producer.pinned()
         for peer in list(self._detached):
-            detached[peer.name] += self._producer.pinned_nbytes(peer)
+            detached[peer.name] += pinned[peer]
         return {
             "socket": self._path,
             "readers": len(self._peers),

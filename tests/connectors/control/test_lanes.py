@@ -13,7 +13,15 @@ import msgspec
 import pytest
 import torch
 
-from omni_kvlink import KVConsumer, KVLink, KVProducer, PeerLostError, TensorTransferData, WireError
+from omni_kvlink import (
+    ConnectorError,
+    KVConsumer,
+    KVLink,
+    KVProducer,
+    PeerLostError,
+    TensorTransferData,
+    WireError,
+)
 from omni_kvlink.connectors.control import lane as lane_module
 from omni_kvlink.connectors.control import lane_listener, lane_reader, lane_sender
 from omni_kvlink.connectors.control.lane import GREETING, MAGIC, TICKET, count_lanes
@@ -21,6 +29,7 @@ from omni_kvlink.connectors.control.lane_listener import LaneListener
 from omni_kvlink.connectors.control.peer import PeerConnection
 from omni_kvlink.connectors.control.tcp_sender import TcpSender
 from omni_kvlink.connectors.protocol.messages import LaneTicket, OpenLane, decode, encode
+from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.testing.caches import hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until
@@ -348,6 +357,39 @@ def test_a_lane_that_could_not_open_gives_its_place_back(
             ticket = lanes.ticket(peer, OpenLane(number, number - 1))
             assert ticket.ticket, ticket.reason
         lanes.on_peer_lost(peer)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "LaneListener._on_connection_in_loop",
+        "LaneListener._on_greeting_in_loop",
+        "LaneSender._on_events_in_loop",
+        "LaneReader._on_connected_in_loop",
+        "LaneReader._on_readable_in_loop",
+    ],
+)
+def test_a_connection_that_the_system_does_not_watch(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, handler: str
+) -> None:
+    """That lane is closed; the link goes on, and the next reader has its lanes."""
+    watch, refused = EventLoop.watch, list[int]()
+
+    def refuse_one(loop: EventLoop, source: Any, events: int, function: Any) -> None:
+        if getattr(function, "func", function).__qualname__ == handler and not refused:
+            refused.append(source.fileno())
+            raise ConnectorError("watching a connection: No space left on device")
+        watch(loop, source, events, function)
+
+    monkeypatch.setattr(EventLoop, "watch", refuse_one)
+    with linked(options) as (producer, reader):
+        check_get(producer, reader, "a", 2 * MIB)
+        until(lambda: bool(refused), "a lane was refused")
+        check_get(producer, reader, "b", 2 * MIB)
+        with KVLink.connect(producer.url, timeout=PATIENCE, **options) as other:
+            check_get(producer, other, "c", 2 * MIB)
+            until(lambda: lanes_of(other)["opened"] > 0, "a lane is open")
+        assert producer.stats()["transfers"]["failed"] == 0
 
 
 def test_connections_that_say_nothing(listening: tuple[KVProducer, KVConsumer, int]) -> None:

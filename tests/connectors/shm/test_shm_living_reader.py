@@ -102,6 +102,25 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         del seen, data
 
 
+def test_the_error_of_a_full_quota_names_who_was_disconnected(socket_dir: str) -> None:
+    """What a process whose connection broke may read is bounded by the quota."""
+    url, size = f"shm://living?directory={socket_dir}", 150_000
+    with KVLink.serve(url, quota="1MiB") as producer, KVLink.connect(url, timeout=60) as reader:
+        receipt = producer.put(TensorTransferData("a", {"h": torch.ones(size)}))
+        with pytest.raises(CapacityError, match=r"release their payloads$"):
+            producer.put(TensorTransferData("b", {"h": torch.ones(size)}), timeout=0)
+        with reader.get("a", timeout=60) as data:
+            seen = data["h"]
+        disconnect_reader(producer)
+        until(lambda: producer.stats()["transfers"]["pinned"] == 1, "its memory is kept")
+        producer.abort("a")
+        named = rf"\(pid {os.getpid()}: {receipt.ledger.nbytes} bytes\): end those processes$"
+        with pytest.raises(CapacityError, match=named):
+            producer.put(TensorTransferData("b", {"h": torch.zeros(size)}), timeout=0)
+        assert bool((seen == 1).all())
+        del seen, data
+
+
 @pytest.mark.parametrize("side", ["reader", "producer"])
 @pytest.mark.parametrize("count", [1, 5])
 def test_memory_returns_when_its_last_view_is_freed(socket_dir: str, side: str, count: int) -> None:

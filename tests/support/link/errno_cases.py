@@ -30,6 +30,7 @@ import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink, KVLinkError, TensorTransferData
 from omni_kvlink.connectors.control.keys import generate
+from omni_kvlink.connectors.control.lane import lanes_refusal
 from omni_kvlink.connectors.registry import backend
 from support.connectors.zmq_addresses import start_garbage_collection
 
@@ -337,8 +338,9 @@ def fork(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def run_cases(directory: str, scheme: str, limit: str, only: str = "") -> None:
     """Count, choose, run; see above."""
     os.makedirs(f"{directory}/own", mode=0o700, exist_ok=True)
-    if scheme != "files":
+    if scheme != "files":  # what a first link imports is no call of the library
         backend({"shm": "shm"}.get(scheme, f"zmq+{scheme}"))
+        lanes_refusal(1, is_encrypted=True)
     run = functools.partial(run_case, scheme, directory)
     counted = fork(functools.partial(run, None))
     if counted["wrong"]:
