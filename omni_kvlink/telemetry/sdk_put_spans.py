@@ -1,0 +1,118 @@
+"""Spans of puts by OpenTelemetry's SDK, made when all is known, with a context decided before."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opentelemetry import context, trace
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+from omni_kvlink.telemetry.put_spans import PUT, BegunPut, PutSpans
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Tracer
+    from opentelemetry.trace import Span
+
+_RANDOM = getattr(TraceFlags, "RANDOM_TRACE_ID", 0)
+"""The flag of W3C's second version; 0 in releases that do not know it."""
+
+
+class DecidedContext(NamedTuple):
+    """A span's context, and the sampler's result."""
+
+    context: SpanContext
+    result: SamplingResult
+
+
+class SdkPutSpans(PutSpans):
+    """Decides with the tracer's own sampler and generator, once; a copy of it repeats the result.
+
+    So a sampler that counts is called once for each put, in the put's thread.
+    """
+
+    def __init__(self, tracer: Tracer):
+        super().__init__(tracer)
+        self._ids, self._sampler = tracer.id_generator, tracer.sampler
+        self._repeated = Repeated(self._ids)
+        self._later = copy.copy(tracer)
+        self._later.id_generator = self._repeated
+        self._later.sampler = RepeatedResult(self._repeated)
+
+    def begin(self, put: BegunPut) -> tuple[SpanContext, bool]:
+        """See `PutSpans.begin`."""
+        put.parent = here = context.get_current()
+        parent = trace.get_current_span(here).get_span_context()
+        ids, is_root = self._ids, not parent.is_valid
+        trace_id = ids.generate_trace_id() if is_root else parent.trace_id
+        about = put.attributes
+        result = self._sampler.should_sample(here, trace_id, PUT, SpanKind.PRODUCER, about, ())
+        is_random = _is_random(ids) if is_root else parent.trace_flags & _RANDOM
+        flags = TraceFlags(result.decision.is_sampled() | (_RANDOM if is_random else 0))
+        own = SpanContext(trace_id, ids.generate_span_id(), False, flags, result.trace_state)
+        put.decided = DecidedContext(own, result)
+        return own, result.decision.is_recording()
+
+    def start(self, put: BegunPut, attributes: dict[str, Any]) -> Span:
+        """See `PutSpans.start`."""
+        self._repeated.decided, about = put.decided, put.attributes | attributes
+        try:
+            return self._later.start_span(
+                PUT, put.parent, SpanKind.PRODUCER, about, start_time=put.began
+            )
+        finally:
+            self._repeated.decided = None
+
+
+class Repeated(IdGenerator):
+    """Returns the ids that were decided; used by one thread."""
+
+    def __init__(self, ids: IdGenerator):
+        self._ids = ids
+        self.decided: DecidedContext | None = None
+
+    def generate_span_id(self) -> int:
+        """Return the id of the span."""
+        return self._ids.generate_span_id() if self.decided is None else self.decided[0].span_id
+
+    def generate_trace_id(self) -> int:
+        """Return the id of the trace."""
+        return self._ids.generate_trace_id() if self.decided is None else self.decided[0].trace_id
+
+    def is_trace_id_random(self) -> bool:
+        """Whether the ids of traces are random, as the provider's generator says."""
+        return _is_random(self._ids)
+
+
+class RepeatedResult(Sampler):
+    """Returns what the sampler has said, and the attributes that have become known since."""
+
+    def __init__(self, repeated: Repeated):
+        self._repeated = repeated
+
+    def should_sample(
+        self,
+        parent_context: Any,
+        trace_id: int,
+        name: str,
+        kind: Any = None,
+        attributes: Any = None,
+        links: Any = None,
+        trace_state: Any = None,
+    ) -> SamplingResult:
+        """Repeat the result."""
+        assert self._repeated.decided is not None
+        result = self._repeated.decided.result
+        known = {**(result.attributes or {}), **(attributes or {})}
+        return SamplingResult(result.decision, known, result.trace_state)
+
+    def get_description(self) -> str:
+        """Name it."""
+        return "repeats a result"
+
+
+def _is_random(ids: IdGenerator) -> bool:
+    is_random = getattr(ids, "is_trace_id_random", None)
+    return bool(is_random is not None and is_random())
