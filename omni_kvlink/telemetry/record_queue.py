@@ -10,19 +10,21 @@ import select
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.errors import CapacityError
 from omni_kvlink.system.threads import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 MOST_WAITING = 4096
 """Records that wait: they take about 4 MB."""
 _LINGER = 0.05
 """Seconds for which a record waits for others, so that a transfer seldom wakes the thread."""
 _PAUSE = 5e-5
-"""Seconds between two steps: whoever waits for the interpreter's lock has it before the next one."""
+"""Seconds between two steps: whoever waits for the interpreter's lock has it before the next."""
 _NICENESS = 10
 _log = logging.getLogger("omni_kvlink")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import trace
-from opentelemetry.trace import Link, NonRecordingSpan, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from omni_kvlink.telemetry.observers import Recent
+from omni_kvlink.telemetry.span_source import Phase, failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, SpanContext, Tracer
 
-    from omni_kvlink.telemetry.put_spans import BegunPut, PutSpans
+    from omni_kvlink.telemetry.span_source import BegunPut, SpanSource
 
 
 class EndRecord(NamedTuple):
@@ -52,8 +53,8 @@ class EndRecord(NamedTuple):
 class SpanMaker:
     """Makes the spans; each method yields after each span that has ended."""
 
-    def __init__(self, tracer: Tracer, puts: PutSpans, *, phases: bool):
-        self._tracer, self._puts, self._has_phases = tracer, puts, phases
+    def __init__(self, tracer: Tracer, source: SpanSource, *, phases: bool):
+        self._tracer, self._source, self._has_phases = tracer, source, phases
         self._propagator = TraceContextTextMapPropagator()
         self.forget()
 
@@ -66,7 +67,7 @@ class SpanMaker:
         """Make the span of a put that has ended, and those of its phases."""
         layers = len({(about["kvlink.branch"], about["kvlink.layer"]) for about, _ in put.layers})
         attributes = _attributes(end) | ({"kvlink.layers": layers} if layers else {})
-        span = self._puts.start(put, attributes)
+        span = self._source.start(put, attributes)
         is_recording = span.is_recording()
         self._end_put(span, put, end, end.ended)
         yield
@@ -75,7 +76,7 @@ class SpanMaker:
 
     def lost_put(self, put: BegunPut, ended: int) -> Iterator[None]:
         """Make the span of a put whose end was not seen."""
-        self._end_put(self._puts.start(put, {}), put, None, ended)
+        self._end_put(self._source.start(put, {}), put, None, ended)
         yield
 
     def open(self, end: EndRecord) -> Iterator[None]:
@@ -102,12 +103,11 @@ class SpanMaker:
         """Make a child of the get's span, also after that has ended."""
         parent = self._gets.get((end.scheme, end.key))
         if parent is not None and self._has_phases:
-            for name, began, ended in phases(end.seconds, end.began):
-                span = self._start_child(name, parent, began)
-                if end.layer >= 0:
-                    span.set_attributes(layer_attributes(end.layer, end.branch))
-                _set_error(span, end)
-                span.end(ended)
+            about = layer_attributes(end.layer, end.branch) if end.layer >= 0 else {}
+            about |= {} if end.error is None else {"error.type": end.error[0]}
+            status = None if end.error is None else failed(end.error[1])
+            for phase in phases(end.seconds, end.began):
+                self._source.phase(parent, phase._replace(attributes=about, status=status))
                 yield
 
     def close(self, ended: int) -> Iterator[None]:
@@ -150,14 +150,10 @@ class SpanMaker:
     def _add_phases(
         self, parent: SpanContext, end: EndRecord, began: int, is_stream: bool = False
     ) -> Iterator[None]:
-        for name, start, stop in phases(end.seconds, began) if self._has_phases else ():
-            if not (is_stream and name == "copy"):  # the sum of its layers, which are events
-                self._start_child(name, parent, start).end(stop)
+        for phase in phases(end.seconds, began) if self._has_phases else ():
+            if not (is_stream and phase.name == "kvlink copy"):  # its layers' sum, which are events
+                self._source.phase(parent, phase)
                 yield
-
-    def _start_child(self, name: str, parent: SpanContext, began: int) -> Span:
-        context = trace.set_span_in_context(NonRecordingSpan(parent))
-        return self._tracer.start_span(f"kvlink {name}", context=context, start_time=began)
 
 
 def layer_attributes(layer: int, branch: str) -> dict[str, Any]:
@@ -165,12 +161,12 @@ def layer_attributes(layer: int, branch: str) -> dict[str, Any]:
     return {"kvlink.layer": layer, "kvlink.branch": branch}
 
 
-def phases(seconds: Mapping[str, float], began: int) -> Iterator[tuple[str, int, int]]:
-    """Each phase with its begin and end, in ns: one behind the other, as the ledger has them."""
+def phases(seconds: Mapping[str, float], began: int) -> Iterator[Phase]:
+    """Each phase: one behind the other, as the ledger has them."""
     for name, spent in seconds.items():
         ended = began + int(1e9 * spent)
         if ended > began:
-            yield name, began, ended
+            yield Phase(f"kvlink {name}", began, ended, {})
         began = ended
 
 
@@ -185,4 +181,4 @@ def _set_error(span: Span, end: EndRecord) -> None:
     if end.error is not None:
         kind, text = end.error
         span.set_attribute("error.type", kind)
-        span.set_status(Status(StatusCode.ERROR, text))
+        span.set_status(failed(text))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider
 
     from omni_kvlink.telemetry.observers import TransferEvent
-    from omni_kvlink.telemetry.put_spans import PutSpans
+    from omni_kvlink.telemetry.span_source import SpanSource
 
 TIMEOUT = 30.0
 """Seconds for which `flush` and `disable` wait, unless they are told otherwise."""
@@ -95,14 +95,14 @@ class TransferTracer(observers.Observer):
     def __init__(self, provider: TracerProvider | None, *, phases: bool):
         from opentelemetry import context, trace
 
-        from omni_kvlink.telemetry.put_spans import BegunPut
         from omni_kvlink.telemetry.span_maker import EndRecord, SpanMaker, layer_attributes
+        from omni_kvlink.telemetry.span_source import BegunPut
 
         tracer = trace.get_tracer("omni_kvlink", __version__, provider)
         self._current_context = context.get_current
         self._begun_put, self._end_record, self._layer = BegunPut, EndRecord, layer_attributes
-        self._put_spans = _put_spans(tracer)
-        self._maker = SpanMaker(tracer, self._put_spans, phases=phases)
+        self._span_source = _span_source(tracer)
+        self._maker = SpanMaker(tracer, self._span_source, phases=phases)
         self.queue = RecordQueue()
         self._puts = observers.Recent()  # BegunPut, by traceparent
 
@@ -122,7 +122,7 @@ class TransferTracer(observers.Observer):
         """See `Observer.on_begin`: the context of the put's span, a child of the current one."""
         now = time.time_ns()
         put = self._begun_put(scheme, key, now - int(1e9 * (time.perf_counter() - started)))
-        context, is_recorded = self._put_spans.begin(put)
+        context, is_recorded = self._span_source.begin(put)
         if not context.is_valid:  # there is no SDK, or no provider
             return {}
         flags = context.trace_flags
@@ -171,17 +171,17 @@ class TransferTracer(observers.Observer):
         )
 
 
-def _put_spans(tracer: Tracer) -> PutSpans:
+def _span_source(tracer: Tracer) -> SpanSource:
     """Those of the SDK's tracers are made later; another tracer's start where the put begins."""
-    from omni_kvlink.telemetry.put_spans import PutSpans
+    from omni_kvlink.telemetry.span_source import SpanSource
 
     try:
         from opentelemetry.sdk.trace import Tracer as SdkTracer
 
-        from omni_kvlink.telemetry.sdk_put_spans import SdkPutSpans
+        from omni_kvlink.telemetry.sdk_span_source import SdkSpanSource
     except ImportError:  # there is no SDK
-        return PutSpans(tracer)
-    return SdkPutSpans(tracer) if type(tracer) is SdkTracer else PutSpans(tracer)
+        return SpanSource(tracer)
+    return SdkSpanSource(tracer) if type(tracer) is SdkTracer else SpanSource(tracer)
 
 
 def _register() -> None:

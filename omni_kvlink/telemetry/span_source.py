@@ -1,10 +1,11 @@
-"""The spans of puts: the context is decided where a put begins, for its header; the rest later."""
+"""Spans by a tracer: a put's context is decided where the put begins, for its header."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opentelemetry.trace import SpanKind
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan, SpanKind, Status, StatusCode
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -39,7 +40,17 @@ class BegunPut:
         return {"kvlink.key": self.key, "kvlink.scheme": self.scheme}
 
 
-class PutSpans:
+class Phase(NamedTuple):
+    """A part of a put or get, by when it began and ended, in nanoseconds since 1970."""
+
+    name: str
+    began: int
+    ended: int
+    attributes: dict[str, Any]
+    status: Status | None = None
+
+
+class SpanSource:
     """Starts spans at once, by any tracer of OpenTelemetry's API."""
 
     def __init__(self, tracer: Tracer):
@@ -60,3 +71,19 @@ class PutSpans:
         assert put.span is not None
         put.span.set_attributes(attributes)
         return put.span
+
+    def phase(self, parent: SpanContext, phase: Phase) -> None:
+        """Make the span of a phase that has ended, a child of its put's or get's."""
+        context = trace.set_span_in_context(NonRecordingSpan(parent))
+        name, attributes = phase.name, phase.attributes
+        span = self._tracer.start_span(
+            name, context=context, attributes=attributes, start_time=phase.began
+        )
+        if phase.status is not None:
+            span.set_status(phase.status)
+        span.end(phase.ended)
+
+
+def failed(text: str) -> Status:
+    """Return the status of what has failed."""
+    return Status(StatusCode.ERROR, text)

@@ -1,4 +1,4 @@
-"""Spans of puts by OpenTelemetry's SDK, made when all is known, with a context decided before."""
+"""Spans by OpenTelemetry's SDK, made when all is known; a put's has the context of its header."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context, trace
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, TraceFlags
 
-from omni_kvlink.telemetry.put_spans import PUT, BegunPut, PutSpans
+from omni_kvlink._version import __version__
+from omni_kvlink.telemetry.span_source import PUT, BegunPut, SpanSource
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
     from opentelemetry.trace import Span
+
+    from omni_kvlink.telemetry.span_source import Phase
 
 _RANDOM = getattr(TraceFlags, "RANDOM_TRACE_ID", 0)
 """The flag of W3C's second version; 0 in releases that do not know it."""
@@ -27,7 +32,7 @@ class DecidedContext(NamedTuple):
     result: SamplingResult
 
 
-class SdkPutSpans(PutSpans):
+class SdkSpanSource(SpanSource):
     """Decides with the tracer's own sampler and generator, once; a copy of it repeats the result.
 
     So a sampler that counts is called once for each put, in the put's thread.
@@ -36,13 +41,16 @@ class SdkPutSpans(PutSpans):
     def __init__(self, tracer: Tracer):
         super().__init__(tracer)
         self._ids, self._sampler = tracer.id_generator, tracer.sampler
+        self._resource, self._processor = tracer.resource, tracer.span_processor
+        self._scope = InstrumentationScope("omni_kvlink", __version__)
+        self._unset = Status()
         self._repeated = Repeated(self._ids)
         self._later = copy.copy(tracer)
         self._later.id_generator = self._repeated
         self._later.sampler = RepeatedResult(self._repeated)
 
     def begin(self, put: BegunPut) -> tuple[SpanContext, bool]:
-        """See `PutSpans.begin`."""
+        """See `SpanSource.begin`."""
         put.parent = here = context.get_current()
         parent = trace.get_current_span(here).get_span_context()
         ids, is_root = self._ids, not parent.is_valid
@@ -56,7 +64,7 @@ class SdkPutSpans(PutSpans):
         return own, result.decision.is_recording()
 
     def start(self, put: BegunPut, attributes: dict[str, Any]) -> Span:
-        """See `PutSpans.start`."""
+        """See `SpanSource.start`."""
         self._repeated.decided, about = put.decided, put.attributes | attributes
         try:
             return self._later.start_span(
@@ -64,6 +72,23 @@ class SdkPutSpans(PutSpans):
             )
         finally:
             self._repeated.decided = None
+
+    def phase(self, parent: SpanContext, phase: Phase) -> None:
+        """See `SpanSource.phase`: a processor sees its end alone, at a quarter of the cost."""
+        flags, state = parent.trace_flags, parent.trace_state
+        own = SpanContext(parent.trace_id, self._ids.generate_span_id(), False, flags, state)
+        span = ReadableSpan(
+            phase.name,
+            own,
+            parent,
+            self._resource,
+            phase.attributes,
+            status=phase.status or self._unset,
+            start_time=phase.began,
+            end_time=phase.ended,
+            instrumentation_scope=self._scope,
+        )
+        self._processor.on_end(span)
 
 
 class Repeated(IdGenerator):
