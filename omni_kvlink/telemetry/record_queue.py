@@ -38,8 +38,8 @@ class RecordQueue:
     The thread starts with the first record, and sleeps while there is none.
     """
 
-    def __init__(self, most: int = MOST_WAITING):
-        self._most = most
+    def __init__(self, subject: str, most: int = MOST_WAITING):
+        self._subject, self._most = subject, most
         self._has_failed = False
         self.reset()
 
@@ -87,7 +87,8 @@ class RecordQueue:
     def _wake(self) -> None:
         self._is_awake = True
         if not self._threads:
-            thread = threading.Thread(target=self._run, name="kvlink-spans", daemon=True)
+            subject = self._subject
+            thread = threading.Thread(target=self._run, name=f"kvlink-{subject}", daemon=True)
             if self._threads.setdefault("one", thread) is thread:
                 try:
                     start_thread(thread)

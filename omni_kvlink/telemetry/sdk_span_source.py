@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opentelemetry import context, trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, TraceFlags
 
@@ -58,10 +58,12 @@ class SdkSpanSource(SpanSource):
         about = put.attributes
         result = self._sampler.should_sample(here, trace_id, PUT, SpanKind.PRODUCER, about, ())
         is_random = _is_random(ids) if is_root else parent.trace_flags & _RANDOM
-        flags = TraceFlags(result.decision.is_sampled() | (_RANDOM if is_random else 0))
+        flags = TraceFlags(
+            (result.decision is Decision.RECORD_AND_SAMPLE) | (_RANDOM if is_random else 0)
+        )
         own = SpanContext(trace_id, ids.generate_span_id(), False, flags, result.trace_state)
         put.decided = DecidedContext(own, result)
-        return own, result.decision.is_recording()
+        return own, result.decision is not Decision.DROP
 
     def start(self, put: BegunPut, attributes: dict[str, Any]) -> Span:
         """See `SpanSource.start`."""
