@@ -228,7 +228,8 @@ class TimelineRecorder(observers.Observer):
 
     def _write_open(self, end: Ended) -> Iterator[None]:
         self._streams.add((end.scheme, end.key), end.started)
-        yield self._write(end, _phases(end, end.started, _about(end)))
+        self._write(end, _phases(end, end.started, _about(end)))
+        yield
 
     def _write_layer(self, end: Ended) -> Iterator[None]:
         phase = "copy" if end.outcome == "written" else "wait for"
@@ -236,32 +237,37 @@ class TimelineRecorder(observers.Observer):
             self._layered.add((end.scheme, end.key), True)
         name, about = f"{phase} layer {end.layer}", _about(end)
         about |= {"layer": end.layer, "branch": end.branch}
-        yield self._write(end, [_slice(name, end.started, end.at - end.started, about)])
+        self._write(end, [_slice(name, end.started, end.at - end.started, about)])
+        yield
 
     def _write_put(self, end: Ended) -> Iterator[None]:
         started = end.began or end.started
         is_layered = self._layered.pop((end.scheme, end.key))
         phases = [] if is_layered else _phases(end, started, ended=end.at)
         lines = [_slice("put", started, end.at - started, _about(end)), *phases]
-        yield self._write(end, lines if end.error else [*lines, _flow("s", end.key, end.at)])
+        self._write(end, lines if end.error else [*lines, _flow("s", end.key, end.at)])
+        yield
 
     def _write_get(self, end: Ended) -> Iterator[None]:
         stream = self._streams.pop((end.scheme, end.key))
         started = stream or end.started
         phases = [] if stream else _phases(end, started, ended=end.at)
         lines = [_slice("get", started, end.at - started, _about(end)), *phases]
-        yield self._write(end, lines if end.error else [*lines, _flow("f", end.key, end.at)])
+        self._write(end, lines if end.error else [*lines, _flow("f", end.key, end.at)])
+        yield
 
     def _write_copy(self, end: Ended) -> Iterator[None]:
         slices = _phases(end, end.started, _about(end))
         for each in slices if end.layer >= 0 else ():
             each["name"] += f" layer {end.layer}"
             each["args"] |= {"layer": end.layer, "branch": end.branch}
-        yield self._write(end, slices)
+        self._write(end, slices)
+        yield
 
     def _write_receipt(self, end: Ended) -> Iterator[None]:
         name = {"ph": "i", "s": "t", "name": f"receipt {end.outcome}"}
-        yield self._write(end, [{**name, "ts": end.at, "args": _about(end)}])
+        self._write(end, [{**name, "ts": end.at, "args": _about(end)}])
+        yield
 
     def _write(self, end: Ended, events: list[TraceEvent]) -> None:
         if self._pid != os.getpid():
