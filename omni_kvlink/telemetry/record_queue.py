@@ -17,29 +17,29 @@ from omni_kvlink.errors import CapacityError
 from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 MOST_WAITING = 4096
 """Records that wait: they take about 4 MB."""
-_LINGER = 0.05
-"""Seconds for which a record waits for others, so that a transfer seldom wakes the thread."""
 _PAUSE = 5e-5
-"""Seconds between two steps: whoever waits for the interpreter's lock has it before the next."""
+"""Seconds between two records: whoever waits for the interpreter's lock has it before the next."""
 _NICENESS = 10
 _log = logging.getLogger("omni_kvlink")
 
-Work: TypeAlias = "Callable[..., Iterator[None]]"
+Work: TypeAlias = "Callable[..., None]"
 
 
 class RecordQueue:
-    """Runs what is added in one thread, in its order, step by step.
+    """Runs what is added in one thread, in its order.
 
     `add` never blocks and takes no lock: a record is dropped and counted where `most` others wait.
-    The thread starts with the first record, and sleeps while there is none.
+    The thread starts with the first record, and sleeps while there is none. A record waits for
+    others up to `linger` seconds, or until half the queue is full: in between the thread takes
+    nothing from the transfers.
     """
 
-    def __init__(self, subject: str, most: int = MOST_WAITING):
-        self._subject, self._most = subject, most
+    def __init__(self, subject: str, linger: float, most: int = MOST_WAITING):
+        self._subject, self._linger, self._most = subject, linger, most
         self._has_failed = False
         self.reset()
 
@@ -50,16 +50,17 @@ class RecordQueue:
         self._drops = itertools.count()
         self._threads: dict[str, threading.Thread] = {}  # `setdefault` decides who starts it
         self._end: threading.Event | None = None
-        self._is_awake = self._is_closed = False
+        self._is_awake = self._is_closed = self._is_urgent = False
         self.dropped = 0
 
     def add(self, work: Work, *arguments: Any) -> None:
-        """Have `work(*arguments)` run; each of its steps ends with a `yield`."""
-        if len(self._records) >= self._most or self._is_closed:
+        """Have `work(*arguments)` run."""
+        waiting = len(self._records)
+        if waiting >= self._most or self._is_closed:
             self.dropped = next(self._drops) + 1  # `+=` loses one where two threads add
             return
         self._records.append((work, *arguments))
-        if not self._is_awake:
+        if not self._is_awake or waiting == self._most // 2:
             self._wake()
 
     def flush(self, timeout: float) -> bool:
@@ -67,6 +68,7 @@ class RecordQueue:
         if not self._threads:
             return not self._records
         done = threading.Event()
+        self._is_urgent = True
         self._alarm.put(done)
         return done.wait(timeout)
 
@@ -74,11 +76,10 @@ class RecordQueue:
         """Run all records and these last ones, and end the thread; as `flush`."""
         if not self._threads and not self._records:
             for work, *arguments in last:
-                for _ in work(*arguments):
-                    pass
+                work(*arguments)
             return True
         self._records.extend(last)
-        self._is_closed = True
+        self._is_closed = self._is_urgent = True
         self._wake()
         self._end = done = threading.Event()
         self._alarm.put(done)
@@ -104,10 +105,11 @@ class RecordQueue:
             flushed = self._alarm.get()
             if flushed is None and not self._is_closed:
                 with contextlib.suppress(Empty):
-                    flushed = self._alarm.get(timeout=_LINGER)
+                    flushed = self._alarm.get(timeout=self._linger)
             self._is_awake = False  # before it looks: what is added later wakes it again
             self._run_records()
             if flushed is not None:
+                self._is_urgent = self._is_closed
                 flushed.set()
                 if flushed is self._end:
                     return
@@ -116,12 +118,12 @@ class RecordQueue:
         for _ in range(len(self._records)):
             work, *arguments = self._records.popleft()
             try:
-                for _ in work(*arguments):
-                    if self._alarm.empty() and len(self._records) < self._most // 2:
-                        select.select((), (), (), _PAUSE)
+                work(*arguments)
             except Exception:
                 self._log_once()
-            del work, arguments  # the thread sleeps in this frame's caller, and keeps nothing
+            del work, arguments  # while it pauses, it keeps nothing
+            if not self._is_urgent and len(self._records) < self._most // 2:
+                select.select((), (), (), _PAUSE)
 
     def _log_once(self) -> None:
         if not self._has_failed:

@@ -51,7 +51,7 @@ class EndRecord(NamedTuple):
 
 
 class SpanMaker:
-    """Makes the spans; each method yields after each span that has ended."""
+    """Makes the spans; used by one thread."""
 
     def __init__(self, tracer: Tracer, source: SpanSource, *, phases: bool):
         self._tracer, self._source, self._has_phases = tracer, source, phases
@@ -63,31 +63,29 @@ class SpanMaker:
         self._streams = Recent()  # spans of those that arrive, by scheme and key
         self._gets = Recent()  # SpanContext by scheme and key: what may be copied out
 
-    def put(self, put: BegunPut, end: EndRecord) -> Iterator[None]:
+    def put(self, put: BegunPut, end: EndRecord) -> None:
         """Make the span of a put that has ended, and those of its phases."""
         layers = len({(about["kvlink.branch"], about["kvlink.layer"]) for about, _ in put.layers})
         attributes = _attributes(end) | ({"kvlink.layers": layers} if layers else {})
         span = self._source.start(put, attributes)
         is_recording = span.is_recording()
         self._end_put(span, put, end, end.ended)
-        yield
         if is_recording:
-            yield from self._add_phases(span.get_span_context(), end, put.began, bool(layers))
+            self._add_phases(span.get_span_context(), end, put.began, bool(layers))
 
-    def lost_put(self, put: BegunPut, ended: int) -> Iterator[None]:
+    def lost_put(self, put: BegunPut, ended: int) -> None:
         """Make the span of a put whose end was not seen."""
         self._end_put(self._source.start(put, {}), put, None, ended)
-        yield
 
-    def open(self, end: EndRecord) -> Iterator[None]:
+    def open(self, end: EndRecord) -> None:
         """Start the span of a stream that was announced."""
         span = self._start_get(end)
         for lost in self._streams.add((end.scheme, end.key), span):
             lost.end()
         if span.is_recording():
-            yield from self._add_phases(span.get_span_context(), end, end.began)
+            self._add_phases(span.get_span_context(), end, end.began)
 
-    def get(self, end: EndRecord) -> Iterator[None]:
+    def get(self, end: EndRecord) -> None:
         """Make the span of a get that has ended, and those of its phases."""
         stream = self._streams.pop((end.scheme, end.key))
         span = self._start_get(end) if stream is None else stream
@@ -95,11 +93,10 @@ class SpanMaker:
         span.set_attributes(_attributes(end))
         _set_error(span, end)
         span.end(end.ended)
-        yield
         if is_recording and stream is None:
-            yield from self._add_phases(span.get_span_context(), end, end.began)
+            self._add_phases(span.get_span_context(), end, end.began)
 
-    def copy(self, end: EndRecord) -> Iterator[None]:
+    def copy(self, end: EndRecord) -> None:
         """Make a child of the get's span, also after that has ended."""
         parent = self._gets.get((end.scheme, end.key))
         if parent is not None and self._has_phases:
@@ -108,13 +105,11 @@ class SpanMaker:
             status = None if end.error is None else failed(end.error[1])
             for phase in phases(end.seconds, end.began):
                 self._source.phase(parent, phase._replace(attributes=about, status=status))
-                yield
 
-    def close(self, ended: int) -> Iterator[None]:
+    def close(self, ended: int) -> None:
         """End the spans of what is under way."""
         for span in self._streams.clear():
             span.end(ended)
-            yield
 
     def _end_put(self, span: Span, put: BegunPut, end: EndRecord | None, ended: int) -> None:
         for about, at in put.layers:
@@ -149,11 +144,10 @@ class SpanMaker:
 
     def _add_phases(
         self, parent: SpanContext, end: EndRecord, began: int, is_stream: bool = False
-    ) -> Iterator[None]:
+    ) -> None:
         for phase in phases(end.seconds, began) if self._has_phases else ():
             if not (is_stream and phase.name == "kvlink copy"):  # its layers' sum, which are events
                 self._source.phase(parent, phase)
-                yield
 
 
 def layer_attributes(layer: int, branch: str) -> dict[str, Any]:

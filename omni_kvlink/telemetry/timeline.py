@@ -52,10 +52,10 @@ def record(directory: str | os.PathLike[str], process: str = "") -> str:
     """Write what this process's transfers do to a new file of this directory; return its path.
 
     `process` is its name in the timeline, such as "prefill-0"; by default that of the program.
-    The directory is made if there is none. A thread writes what has ended, at the latest when the
-    interpreter exits: a process that is killed loses what it did in the last tenth of a second. A
-    second call goes on in another file. A forked child writes to a file of its own. FileError if
-    it cannot be written.
+    The directory is made if there is none. A thread writes what has ended, ten times a second and
+    when the interpreter exits: a process that is killed loses what it did since. A second call goes
+    on in another file. A forked child writes to a file of its own. FileError if it cannot be
+    written.
     """
     global _recorder
     new = TimelineRecorder(Path(directory), process)
@@ -157,7 +157,7 @@ class TimelineRecorder(observers.Observer):
 
     def __init__(self, directory: Path, process: str = ""):
         self._directory, self._process = directory, process
-        self._queue = RecordQueue("timeline")
+        self._queue = RecordQueue("timeline", linger=0.1)
         self._forget()
         self._open()
 
@@ -226,48 +226,42 @@ class TimelineRecorder(observers.Observer):
         about = scheme, key, outcome, nbytes, copies, text, dict(seconds)
         self._queue.add(work, Ended(*about, layer, branch, began, _now(), thread))
 
-    def _write_open(self, end: Ended) -> Iterator[None]:
+    def _write_open(self, end: Ended) -> None:
         self._streams.add((end.scheme, end.key), end.started)
         self._write(end, _phases(end, end.started, _about(end)))
-        yield
 
-    def _write_layer(self, end: Ended) -> Iterator[None]:
+    def _write_layer(self, end: Ended) -> None:
         phase = "copy" if end.outcome == "written" else "wait for"
         if end.outcome == "written":
             self._layered.add((end.scheme, end.key), True)
         name, about = f"{phase} layer {end.layer}", _about(end)
         about |= {"layer": end.layer, "branch": end.branch}
         self._write(end, [_slice(name, end.started, end.at - end.started, about)])
-        yield
 
-    def _write_put(self, end: Ended) -> Iterator[None]:
+    def _write_put(self, end: Ended) -> None:
         started = end.began or end.started
         is_layered = self._layered.pop((end.scheme, end.key))
         phases = [] if is_layered else _phases(end, started, ended=end.at)
         lines = [_slice("put", started, end.at - started, _about(end)), *phases]
         self._write(end, lines if end.error else [*lines, _flow("s", end.key, end.at)])
-        yield
 
-    def _write_get(self, end: Ended) -> Iterator[None]:
+    def _write_get(self, end: Ended) -> None:
         stream = self._streams.pop((end.scheme, end.key))
         started = stream or end.started
         phases = [] if stream else _phases(end, started, ended=end.at)
         lines = [_slice("get", started, end.at - started, _about(end)), *phases]
         self._write(end, lines if end.error else [*lines, _flow("f", end.key, end.at)])
-        yield
 
-    def _write_copy(self, end: Ended) -> Iterator[None]:
+    def _write_copy(self, end: Ended) -> None:
         slices = _phases(end, end.started, _about(end))
         for each in slices if end.layer >= 0 else ():
             each["name"] += f" layer {end.layer}"
             each["args"] |= {"layer": end.layer, "branch": end.branch}
         self._write(end, slices)
-        yield
 
-    def _write_receipt(self, end: Ended) -> Iterator[None]:
+    def _write_receipt(self, end: Ended) -> None:
         name = {"ph": "i", "s": "t", "name": f"receipt {end.outcome}"}
         self._write(end, [{**name, "ts": end.at, "args": _about(end)}])
-        yield
 
     def _write(self, end: Ended, events: list[TraceEvent]) -> None:
         if self._pid != os.getpid():

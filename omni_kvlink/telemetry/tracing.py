@@ -103,7 +103,7 @@ class TransferTracer(observers.Observer):
         self._begun_put, self._end_record, self._layer = BegunPut, EndRecord, layer_attributes
         self._span_source = _span_source(tracer)
         self._maker = SpanMaker(tracer, self._span_source, phases=phases)
-        self.queue = RecordQueue("spans")
+        self.queue = RecordQueue("spans", linger=1.0)
         self._puts = observers.Recent()  # BegunPut, by traceparent
 
     def close(self, timeout: float) -> bool:

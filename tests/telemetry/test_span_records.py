@@ -108,7 +108,6 @@ def test_the_span_has_the_context_that_the_header_carried(sockets: str) -> None:
 
 def test_spans_keep_the_ids_of_the_provider(sockets: str) -> None:
     """Its generator makes them, and the provider's own tracers still do as before."""
-
     made = set[int]()
 
     class Counting(RandomIdGenerator):
@@ -153,14 +152,13 @@ def test_times_are_those_of_the_transfer(gate: Gate, sockets: str) -> None:
 
 def test_records_that_come_too_fast_are_dropped_and_counted() -> None:
     """None waits for the thread; those that were taken are made in their order."""
-    queue, opened, made = RecordQueue("test", most=3), threading.Event(), list[int]()
+    queue, opened, made = RecordQueue("test", 0.0, most=3), threading.Event(), list[int]()
     began = threading.Event()
 
-    def work(number: int) -> Iterator[None]:
+    def work(number: int) -> None:
         began.set()
         assert opened.wait(TIMEOUT)
         made.append(number)
-        yield
 
     queue.add(work, 0)
     assert began.wait(TIMEOUT)  # it has left the queue
@@ -193,11 +191,10 @@ def test_a_trace_counts_what_it_drops(gate: Gate, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_record_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    queue, made = RecordQueue("test"), list[int]()
+    queue, made = RecordQueue("test", 0.0), list[int]()
 
-    def work(number: int) -> Iterator[None]:
+    def work(number: int) -> None:
         made.append(number)
-        yield
         raise RuntimeError(f"of record {number}")
 
     for number in range(3):
