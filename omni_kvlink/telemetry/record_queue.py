@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import threading
+import time
 import traceback
 from collections import deque
 from queue import Empty, SimpleQueue
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 4096
 """Records that wait: they take about 4 MB."""
-_PAUSE = 5e-5
-"""Seconds between two records: whoever waits for the interpreter's lock has it before the next."""
+_STEP, _PAUSE = 5e-4, 5e-5
+"""Seconds of work, and of the pause after it, in which others have the interpreter's lock."""
 _NICENESS = 10
 _log = logging.getLogger("omni_kvlink")
 
@@ -115,6 +116,7 @@ class RecordQueue:
                     return
 
     def _run_records(self) -> None:
+        resumed = time.perf_counter()
         for _ in range(len(self._records)):
             work, *arguments = self._records.popleft()
             try:
@@ -122,8 +124,9 @@ class RecordQueue:
             except Exception:
                 self._log_once()
             del work, arguments  # while it pauses, it keeps nothing
-            if not self._is_urgent and len(self._records) < self._most // 2:
+            if not self._is_urgent and time.perf_counter() - resumed > _STEP:
                 select.select((), (), (), _PAUSE)
+                resumed = time.perf_counter()
 
     def _log_once(self) -> None:
         if not self._has_failed:

@@ -52,7 +52,7 @@ def record(directory: str | os.PathLike[str], process: str = "") -> str:
     """Write what this process's transfers do to a new file of this directory; return its path.
 
     `process` is its name in the timeline, such as "prefill-0"; by default that of the program.
-    The directory is made if there is none. A thread writes what has ended, ten times a second and
+    The directory is made if there is none. A thread writes what has ended, four times a second and
     when the interpreter exits: a process that is killed loses what it did since. A second call goes
     on in another file. A forked child writes to a file of its own. FileError if it cannot be
     written.
@@ -157,7 +157,7 @@ class TimelineRecorder(observers.Observer):
 
     def __init__(self, directory: Path, process: str = ""):
         self._directory, self._process = directory, process
-        self._queue = RecordQueue("timeline", linger=0.1)
+        self._queue = RecordQueue("timeline", linger=0.25)
         self._forget()
         self._open()
 
