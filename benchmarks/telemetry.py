@@ -1,6 +1,6 @@
 """The cost of metrics, traces and timelines: transfers between two processes, off and on in turn.
 
-    python benchmarks/telemetry.py [--rounds 20] [--sizes small medium large] [--json FILE]
+    python benchmarks/telemetry.py [--rounds 20] [--sizes small medium large] [--json FILE] [--note TEXT]
 
 A transfer is a put, its get, and the wait for its receipt, over shared memory; one follows the
 other at once. Each round has a block of transfers of every mode. Of a mode it prints the median of
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each mode")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
+    parser.add_argument("--note", default="", help="what else the machine does, for that file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about, rows = machine.describe(), list[dict[str, Any]]()
