@@ -1,6 +1,6 @@
 """The cost of metrics, traces and timelines: transfers between two processes, off and on in turn.
 
-    python benchmarks/telemetry.py [--rounds 20] [--sizes small medium large] [--json FILE] [--note TEXT]
+    python benchmarks/telemetry.py [--rounds 20] [--sizes SIZE …] [--modes MODE …] [--json FILE]
 
 A transfer is a put, its get, and the wait for its receipt, over shared memory; one follows the
 other at once. Each round has a block of transfers of every mode. Of a mode it prints the median of
@@ -149,10 +149,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each mode")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     parser.add_argument("--note", default="", help="what else the machine does, for that file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    chosen = [mode for mode in MODES if mode == "off" or mode in options.modes]
     about, rows = machine.describe(), list[dict[str, Any]]()
     load = os.getloadavg()[0]
     here, there = multiprocessing.Pipe()
@@ -166,11 +168,11 @@ def main() -> None:
             block(producer, here, modes, "off", size, -1)  # warm
             found = list[dict[str, tuple[float, float]]]()
             for turn in range(options.rounds):
-                order = MODES if turn % 2 else MODES[::-1]
+                order = chosen if turn % 2 else chosen[::-1]
                 found.append(
                     {mode: block(producer, here, modes, mode, size, turn) for mode in order}
                 )
-            for mode in MODES:
+            for mode in chosen:
                 values = summary(found, mode)
                 rows.append({"size": size, "nbytes": SIZES[size][0], "mode": mode, **values})
                 print(line(size, mode, values), flush=True)
