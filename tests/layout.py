@@ -29,6 +29,7 @@ LAYERS = (
     "settings",
     "system",
     "telemetry.observers",
+    "telemetry.record_queue",
     "telemetry.timeline",
     "memory",
     "_native",

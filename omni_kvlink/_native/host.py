@@ -259,11 +259,26 @@ class PackedLayout:
             self._pieces.extend((start, length, digest, dtype, rank, sizes.buffer_info()[0]))
         self.sizes = [length for _, length, *_ in pieces]
         self.itemsizes = [bits // 8 for *_, (_, bits) in pieces]
-        address = self._pieces.buffer_info()[0] if pieces else None
-        text = (before, len(before), crc, after, len(after), *digests)
-        self._struct = _Layout(*text, address, len(pieces))
-        self._address = ctypes.addressof(self._struct)
         self._addresses = struct.Struct(f"{len(pieces)}P")
+        self._text = before, crc, after, digests
+        self._write()
+
+    def _write(self) -> None:
+        before, crc, after, digests = self._text
+        text = before, len(before), crc, after, len(after), *digests
+        count = len(self.sizes)
+        address = self._pieces.buffer_info()[0] if count else None
+        self._struct = _Layout(*text, address, count)
+        self._address = ctypes.addressof(self._struct)
+
+    def with_text(self, at: int, text: bytes) -> PackedLayout:
+        """The same layout, in whose `after` this text replaces as many bytes."""
+        before, crc, after, digests = self._text
+        other = PackedLayout.__new__(PackedLayout)
+        vars(other).update(vars(self))
+        other._text = before, crc, after[:at] + text + after[at + len(text) :], digests
+        other._write()
+        return other
 
     def pack(self, nbytes: int, header_nbytes: int, quoted_id: bytes, sources: list[int]) -> bytes:
         """Put a small payload of `nbytes` together: its header, and tensors from `sources`.

@@ -58,13 +58,18 @@ _MAX_RECEIVED = 16
 
 _TRACE = {"traceparent", "tracestate"}
 """Names in `producer` of a trace context: https://www.w3.org/TR/trace-context/."""
+_NO_PARENT = "00-" + "0" * 32 + "-" + "0" * 16 + "-00"
+"""A traceparent of the length of all others, in the place of a payload's own."""
 _CRC = 8
 _HEAD = b'{"__metadata__":{"kvlink":"{\\"version\\":[%d,%d],\\"header_crc32c\\":\\"'
 _AFTER_CRC = b'\\",\\"request_id\\":'
 _SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
 """Request ids that JSON writes as they are."""
 _IS_SIMPLE = re.compile(_SIMPLE_ID)
-_TRACED = re.compile(rb'\\"traceparent\\":\\"([0-9a-f-]{55})\\"')
+_PARENT = b'\\"traceparent\\":\\"'
+"""What is before a traceparent in a header; no value of `producer` can hold it."""
+_IS_PARENT = re.compile("[0-9a-f-]{55}")
+_TRACED = re.compile(re.escape(_PARENT) + rb'([0-9a-f-]{55})\\"')
 _WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
 _OPEN = b'\\"'
 SIMPLE_QUOTES = 2 * len(_OPEN)
@@ -289,6 +294,10 @@ class Layout:
     """
 
     _packed: host.PackedLayout | bool | None = False
+    _traced: Layout | bool | None = False
+    """The same with `_NO_PARENT`, made once; None if headers would be too long."""
+    _at_parent = 0
+    """Of that one: where `_NO_PARENT` is in its tail."""
 
     def __init__(self, manifest: Manifest):
         branches, tensors = manifest.branches, manifest.tensors
@@ -332,11 +341,32 @@ class Layout:
 
         It is of one payload, and no cache keeps it. This one, if headers would be too long.
         """
+        parent = trace.get("traceparent", "")
+        if len(trace) > 1 or not _IS_PARENT.fullmatch(parent):
+            return self._with_producer(trace) or self
+        traced = self._traced
+        if isinstance(traced, bool):
+            traced = self._traced = self._with_producer({"traceparent": _NO_PARENT})
+        return self if traced is None else traced._with_parent(parent)
+
+    def _with_producer(self, trace: Mapping[str, str]) -> Layout | None:
         layout = copy.copy(self)
         layout.producer = {**_untraced(self.producer), **trace}
-        layout._packed = False
+        layout._packed = layout._traced = False
         layout._write_tail()
-        return layout if layout.is_small or layout._fits() else self
+        layout._at_parent = layout._tail.find(_PARENT) + len(_PARENT)
+        return layout if layout.is_small or layout._fits() else None
+
+    def _with_parent(self, parent: str) -> Layout:
+        """The same with this traceparent for `_NO_PARENT`, without making each part again."""
+        layout, new = Layout.__new__(Layout), parent.encode()
+        vars(layout).update(vars(self))
+        layout.producer = {**self.producer, "traceparent": parent}
+        at, tail = self._at_parent, self._tail
+        layout._tail = tail[:at] + new + tail[at + len(new) :]
+        if (packed := self.packed) is not None:
+            layout._packed = packed.with_text(len(self._middle) + len(self._blank) + at, new)
+        return layout
 
     def _fits(self) -> bool:
         """Whether a header with any request id is within the limits."""
@@ -550,36 +580,38 @@ class LayoutCache:
         """
         total = region.nbytes
         header_nbytes = 8 + int.from_bytes(head[:8], "little")
-        for layout in self._received if make and not header_nbytes % ALIGN else ():
-            if header_nbytes + layout.data_nbytes != total or not layout.kind:
+        if not make or header_nbytes % ALIGN:
+            return None
+        text = bytes(head[8:header_nbytes])
+        for kept, layout in self._candidates(text, total):
+            if not layout.kind:
                 continue
             if (packed := layout.packed) is None:
                 return None
             sizes, key = (total, header_nbytes), request_id.encode()
             views = packed.open(region.address, sizes, key, region.span, make)
             if views is not None:
-                self._add_received(layout)
-                text, tensors = bytes(head[8:header_nbytes]), layout.tensors
+                self._add_received(kept, is_traced=layout is not kept)
+                tensors = layout.tensors
                 return KnownHeader(request_id, layout, text, header_nbytes, tensors), views
         return None
 
     def _find_received(self, text: bytes, total: int) -> KnownHeader | None:
-        """Compare a header with the kept ones; one with a trace context, with theirs and that."""
-        for layout in self._received:
+        """Compare a header with the kept ones."""
+        for kept, layout in self._candidates(text, total):
             request_id = layout.match(text, total)
             if request_id:
-                self._add_received(layout)
-                return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
-        traced = _TRACED.search(text)
-        if traced is None:
-            return None
-        for kept in self._received:
-            layout = kept.with_trace({"traceparent": traced[1].decode()})
-            request_id = layout.match(text, total)
-            if request_id:
-                self._add_received(kept, is_traced=True)
+                self._add_received(kept, is_traced=layout is not kept)
                 return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
         return None
+
+    def _candidates(self, text: bytes, total: int) -> Iterator[tuple[Layout, Layout]]:
+        """The kept layouts for a payload of this size, and each with the header's trace context."""
+        traced = _TRACED.search(text) if _PARENT in text else None
+        trace = None if traced is None else {"traceparent": traced[1].decode()}
+        for kept in self._received:
+            if 8 + len(text) + kept.data_nbytes == total:
+                yield kept, kept if trace is None else kept.with_trace(trace)
 
     def _add_received(self, layout: Layout, *, is_traced: bool = False) -> None:
         """Make a layout the first that `read_header` compares."""

@@ -179,20 +179,22 @@ def layers_of(data: Any) -> int:
 def trace_of(header: Any) -> dict[str, str]:
     """Return the trace context of a payload's header; empty if there is none, or no header."""
     producer = {} if header is None else header.producer
+    if "traceparent" not in producer:
+        return {}
     return {name: producer[name] for name in ("traceparent", "tracestate") if name in producer}
 
 
 def layer(end: Any, outcome: str, started: float, at: tuple[str, int], header: Any) -> None:
     """Report that a layer, by branch and index, was "written" or has "arrived"."""
     seconds = {"copy" if outcome == "written" else "wait": time.perf_counter() - started}
-    event = TransferEvent(end.scheme, header.request_id, outcome, 0, seconds)
-    _call("on_layer", event._replace(trace=trace_of(header), branch=at[0], layer=at[1]))
+    about = end.scheme, header.request_id, outcome, 0, seconds, None, None
+    _call("on_layer", TransferEvent(*about, trace_of(header), 0, at[1], at[0]))
 
 
 def opened(scheme: str, seconds: Mapping[str, float], header: Any) -> None:
     """Report that a stream was announced to its reader."""
-    event = TransferEvent(scheme, header.request_id, "opened", header.nbytes, seconds, None, header)
-    _call("on_open", event._replace(trace=trace_of(header)))
+    about = scheme, header.request_id, "opened", header.nbytes, seconds, None, header
+    _call("on_open", TransferEvent(*about, trace_of(header)))
 
 
 def put_refused(scheme: str, key: str, error: BaseException, trace: Mapping[str, str]) -> None:
@@ -205,17 +207,18 @@ def committed(scheme: str, receipts: Iterable[Any]) -> None:
     """Report puts, whose ledgers are complete, and the ends of their receipts when they come."""
     for receipt in receipts:
         ledger = receipt.ledger
-        event = TransferEvent(scheme, receipt.key, "committed", ledger.nbytes, ledger.seconds)
-        _call("on_put", event._replace(trace=ledger.trace, copies=ledger.copies))
-        receipt.add_done_callback(partial(_settled, scheme, receipt, time.perf_counter()))
+        about = scheme, receipt.key, "committed", ledger.nbytes, ledger.seconds, None, None
+        _call("on_put", TransferEvent(*about, ledger.trace, ledger.copies))
+        if any(type(each).on_receipt is not Observer.on_receipt for each in registered):
+            receipt.add_done_callback(partial(_settled, scheme, receipt, time.perf_counter()))
 
 
 def put_failed(scheme: str, puts: Iterable[Any], error: BaseException) -> None:
     """Report puts of which nothing was published."""
     for put in puts if registered else ():
         ledger = put.ledger
-        event = TransferEvent(scheme, put.key, "failed", ledger.nbytes, ledger.seconds, error)
-        _call("on_put", event._replace(trace=ledger.trace, copies=ledger.copies))
+        about = scheme, put.key, "failed", ledger.nbytes, ledger.seconds, error, None
+        _call("on_put", TransferEvent(*about, ledger.trace, ledger.copies))
 
 
 def received(
@@ -228,8 +231,8 @@ def received(
     copies: int = 0,
 ) -> None:
     """Report a payload that has arrived."""
-    event = TransferEvent(scheme, key, "received", nbytes, seconds, None, data)
-    _call("on_get", event._replace(trace=trace_of(header), copies=copies))
+    about = scheme, key, "received", nbytes, seconds, None, data
+    _call("on_get", TransferEvent(*about, trace_of(header), copies))
 
 
 def get_failed(
@@ -237,8 +240,8 @@ def get_failed(
 ) -> None:
     """Report a get that has raised an error of this library, after so many seconds."""
     if registered and isinstance(error, KVLinkError):
-        event = TransferEvent(scheme, key, "failed", 0, {"wait": waited}, error)
-        _call("on_get", event._replace(trace=trace_of(header)))
+        about = scheme, key, "failed", 0, {"wait": waited}, error, None
+        _call("on_get", TransferEvent(*about, trace_of(header)))
 
 
 def copied(

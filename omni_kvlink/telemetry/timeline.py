@@ -6,6 +6,7 @@ them, in the Trace Event Format that https://ui.perfetto.dev and Chrome's about:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -15,18 +16,20 @@ import time
 import zlib
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from omni_kvlink.errors import FileError, MissingFileError
 from omni_kvlink.telemetry import observers
+from omni_kvlink.telemetry.record_queue import RecordQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import NoReturn
 
     from omni_kvlink.telemetry.observers import TransferEvent
+    from omni_kvlink.telemetry.record_queue import Work
 
 VARIABLE = "KVLINK_TRACE"
 """The environment variable with the directory: the first link of a process that opens records."""
@@ -38,6 +41,9 @@ _LANE = 1 << 32
 _NANOSECOND = 1e-3  # µs
 _changing = threading.Lock()
 _recorder: TimelineRecorder | None = None
+_is_registered = False
+_TIMEOUT = 30.0
+"""Seconds for which the end of a record waits for the thread that writes it."""
 
 TraceEvent: TypeAlias = "dict[str, Any]"
 
@@ -46,12 +52,14 @@ def record(directory: str | os.PathLike[str], process: str = "") -> str:
     """Write what this process's transfers do to a new file of this directory; return its path.
 
     `process` is its name in the timeline, such as "prefill-0"; by default that of the program.
-    The directory is made if there is none. Each transfer is one write, so that the file of a
-    process that is killed is complete but for the transfer in progress. A second call goes on in
-    another file. A forked child writes to a file of its own. FileError if it cannot be written.
+    The directory is made if there is none. A thread writes what has ended, four times a second and
+    when the interpreter exits: a process that is killed loses what it did since. A second call goes
+    on in another file. A forked child writes to a file of its own. FileError if it cannot be
+    written.
     """
     global _recorder
     new = TimelineRecorder(Path(directory), process)
+    _register()
     with _changing:
         previous, _recorder = _recorder, new
         _stop(previous)
@@ -79,6 +87,22 @@ def _stop(recorder: TimelineRecorder | None) -> None:
         recorder.close()
 
 
+def _register() -> None:
+    """Have the interpreter's exit write what was recorded, and forks forget it."""
+    global _is_registered
+    if not _is_registered:
+        _is_registered = True
+        atexit.register(stop)
+        os.register_at_fork(after_in_child=_leave_parent)
+
+
+def _leave_parent() -> None:
+    global _changing
+    _changing = threading.Lock()
+    if _recorder is not None:
+        _recorder.forget()
+
+
 class FileHead(msgspec.Struct):
     """The first line of a process's file.
 
@@ -99,15 +123,48 @@ class FileHead(msgspec.Struct):
     wall: float
 
 
+class Ended(NamedTuple):
+    """What a line needs of a `TransferEvent`; times in µs of CLOCK_MONOTONIC.
+
+    Attributes:
+        error: its class and text; "" if there is none.
+        began: when the put began, if that was seen.
+        at: when it ended.
+        thread: number and name of the one it ended in.
+    """
+
+    scheme: str
+    key: str
+    outcome: str
+    nbytes: int
+    copies: int
+    error: str
+    seconds: dict[str, float]
+    layer: int
+    branch: str
+    began: float | None
+    at: float
+    thread: tuple[int, str]
+
+    @property
+    def started(self) -> float:
+        """When it began, by the seconds of its phases."""
+        return self.at - 1e6 * sum(self.seconds.values())
+
+
 class TimelineRecorder(observers.Observer):
-    """Writes the file of one process, a line for each event; `ts` is µs of CLOCK_MONOTONIC."""
+    """Writes the file of one process, a line for each event, in a thread of its own."""
 
     def __init__(self, directory: Path, process: str = ""):
         self._directory, self._process = directory, process
+        self._queue = RecordQueue("timeline", linger=0.25)
+        self._forget()
+        self._open()
+
+    def _forget(self) -> None:
         self._began = observers.Recent()  # µs of puts, by scheme and key
         self._streams = observers.Recent()  # µs of streams that arrive
         self._layered = observers.Recent()  # the puts that have layers
-        self._open()
 
     def _open(self) -> None:
         self._pid, self._threads = os.getpid(), set[int]()
@@ -124,8 +181,14 @@ class TimelineRecorder(observers.Observer):
         self._file.write(msgspec.json.encode(header) + b"\n")
 
     def close(self) -> None:
-        """Close the file; what ends later is not recorded."""
+        """Write what was recorded, and close the file; what ends later is not recorded."""
+        self._queue.close(_TIMEOUT)
         self._file.close()
+
+    def forget(self) -> None:
+        """Forget what the parent of this forked child has recorded: it writes that."""
+        self._queue.reset()
+        self._forget()
 
     def on_begin(self, scheme: str, key: str, started: float) -> Mapping[str, str]:
         """See `Observer.on_begin`."""
@@ -134,65 +197,82 @@ class TimelineRecorder(observers.Observer):
 
     def on_open(self, event: TransferEvent) -> None:
         """See `Observer.on_open`."""
-        started = _now() - 1e6 * event.total
-        self._streams.add((event.scheme, event.key), started)
-        self._write(_phases(event, started, _about(event)))
+        self._add(self._write_open, event)
 
     def on_layer(self, event: TransferEvent) -> None:
         """See `Observer.on_layer`."""
-        phase = "copy" if event.outcome == "written" else "wait for"
-        if event.outcome == "written":
-            self._layered.add((event.scheme, event.key), True)
-        name, about = f"{phase} layer {event.layer}", _about(event)
-        about |= {"layer": event.layer, "branch": event.branch}
-        self._write([_slice(name, _now() - 1e6 * event.total, 1e6 * event.total, about)])
+        self._add(self._write_layer, event)
 
     def on_put(self, event: TransferEvent) -> None:
         """See `Observer.on_put`."""
-        ended = _now()
-        name = event.scheme, event.key
-        started = self._began.pop(name) or ended - 1e6 * event.total
-        phases = [] if self._layered.pop(name) else _phases(event, started, ended=ended)
-        lines = [_slice("put", started, ended - started, _about(event)), *phases]
-        self._write([*lines, _flow("s", event.key, ended)] if event.error is None else lines)
+        self._add(self._write_put, event, self._began.pop((event.scheme, event.key)))
 
     def on_get(self, event: TransferEvent) -> None:
         """See `Observer.on_get`."""
-        ended = _now()
-        stream = self._streams.pop((event.scheme, event.key))
-        started = stream or ended - 1e6 * event.total
-        phases = [] if stream else _phases(event, started, ended=ended)
-        lines = [_slice("get", started, ended - started, _about(event)), *phases]
-        self._write([*lines, _flow("f", event.key, ended)] if event.error is None else lines)
+        self._add(self._write_get, event)
 
     def on_copy(self, event: TransferEvent) -> None:
         """See `Observer.on_copy`."""
-        slices = _phases(event, _now() - 1e6 * event.total, _about(event))
-        for each in slices if event.layer >= 0 else ():
-            each["name"] += f" layer {event.layer}"
-            each["args"] |= {"layer": event.layer, "branch": event.branch}
-        self._write(slices)
+        self._add(self._write_copy, event)
 
     def on_receipt(self, event: TransferEvent) -> None:
         """See `Observer.on_receipt`."""
-        name = {"ph": "i", "s": "t", "name": f"receipt {event.outcome}"}
-        self._write([{**name, "ts": _now(), "args": _about(event)}])
+        self._add(self._write_receipt, event)
 
-    def _write(self, events: list[TraceEvent]) -> None:
+    def _add(self, work: Work, event: TransferEvent, began: float | None = None) -> None:
+        scheme, key, outcome, nbytes, seconds, error, _, _, copies, layer, branch = event
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        thread = threading.get_native_id(), threading.current_thread().name
+        about = scheme, key, outcome, nbytes, copies, text, dict(seconds)
+        self._queue.add(work, Ended(*about, layer, branch, began, _now(), thread))
+
+    def _write_open(self, end: Ended) -> None:
+        self._streams.add((end.scheme, end.key), end.started)
+        self._write(end, _phases(end, end.started, _about(end)))
+
+    def _write_layer(self, end: Ended) -> None:
+        phase = "copy" if end.outcome == "written" else "wait for"
+        if end.outcome == "written":
+            self._layered.add((end.scheme, end.key), True)
+        name, about = f"{phase} layer {end.layer}", _about(end)
+        about |= {"layer": end.layer, "branch": end.branch}
+        self._write(end, [_slice(name, end.started, end.at - end.started, about)])
+
+    def _write_put(self, end: Ended) -> None:
+        started = end.began or end.started
+        is_layered = self._layered.pop((end.scheme, end.key))
+        phases = [] if is_layered else _phases(end, started, ended=end.at)
+        lines = [_slice("put", started, end.at - started, _about(end)), *phases]
+        self._write(end, lines if end.error else [*lines, _flow("s", end.key, end.at)])
+
+    def _write_get(self, end: Ended) -> None:
+        stream = self._streams.pop((end.scheme, end.key))
+        started = stream or end.started
+        phases = [] if stream else _phases(end, started, ended=end.at)
+        lines = [_slice("get", started, end.at - started, _about(end)), *phases]
+        self._write(end, lines if end.error else [*lines, _flow("f", end.key, end.at)])
+
+    def _write_copy(self, end: Ended) -> None:
+        slices = _phases(end, end.started, _about(end))
+        for each in slices if end.layer >= 0 else ():
+            each["name"] += f" layer {end.layer}"
+            each["args"] |= {"layer": end.layer, "branch": end.branch}
+        self._write(end, slices)
+
+    def _write_receipt(self, end: Ended) -> None:
+        name = {"ph": "i", "s": "t", "name": f"receipt {end.outcome}"}
+        self._write(end, [{**name, "ts": end.at, "args": _about(end)}])
+
+    def _write(self, end: Ended, events: list[TraceEvent]) -> None:
         if self._pid != os.getpid():
             self._open()
-        tid = threading.get_native_id()
+        tid, thread = end.thread
         if tid not in self._threads:
             self._threads.add(tid)
-            name = {"name": threading.current_thread().name}
-            events.insert(0, {"ph": "M", "name": "thread_name", "args": name})
+            events.insert(0, {"ph": "M", "name": "thread_name", "args": {"name": thread}})
         common = {"cat": "kvlink", "pid": self._pid, "tid": tid}
         lines = [msgspec.json.encode({**event, **common}) for event in events]
-        try:
-            self._file.write(b"\n".join([*lines, b""]))
-        except (OSError, ValueError):
-            if not self._file.closed:  # else another thread has closed it now
-                raise
+        self._file.write(b"\n".join([*lines, b""]))
 
 
 def _program() -> str:
@@ -206,11 +286,11 @@ def _now() -> float:
     return time.monotonic_ns() / 1e3
 
 
-def _about(event: TransferEvent) -> TraceEvent:
-    about = {"key": event.key, "scheme": event.scheme, "outcome": event.outcome}
-    if event.error is not None:
-        about["error"] = f"{type(event.error).__name__}: {event.error}"
-    return {**about, "nbytes": event.nbytes, "copies": event.copies}
+def _about(end: Ended) -> TraceEvent:
+    about = {"key": end.key, "scheme": end.scheme, "outcome": end.outcome}
+    if end.error:
+        about["error"] = end.error
+    return {**about, "nbytes": end.nbytes, "copies": end.copies}
 
 
 def _slice(name: str, started: float, duration: float, about: TraceEvent) -> TraceEvent:
@@ -218,7 +298,7 @@ def _slice(name: str, started: float, duration: float, about: TraceEvent) -> Tra
 
 
 def _phases(
-    event: TransferEvent,
+    event: Ended,
     started: float,
     about: TraceEvent | None = None,
     ended: float = math.inf,

@@ -1,36 +1,45 @@
 """One trace over both processes of a transfer, by OpenTelemetry.
 
 A put is a PRODUCER span, a get a CONSUMER span; the payload's header carries the put's context in
-its `producer` (docs/wire.md). The phases that a `Ledger` knows are children of both.
+its `producer` (docs/wire.md). The phases that a `Ledger` knows are children of both. A transfer
+decides the context of its put's span and appends a record: `SpanMaker` makes the spans of it in a
+thread of their own.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import UnavailableError
 from omni_kvlink.telemetry import observers
+from omni_kvlink.telemetry.record_queue import RecordQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from opentelemetry.trace import Link, Span, SpanContext, TracerProvider
+    from opentelemetry.trace import Tracer, TracerProvider
 
     from omni_kvlink.telemetry.observers import TransferEvent
+    from omni_kvlink.telemetry.span_source import SpanSource
 
+TIMEOUT = 30.0
+"""Seconds for which `flush` and `disable` wait, unless they are told otherwise."""
 _tracer: TransferTracer | None = None
 _changing = threading.Lock()
+_is_registered = False
 
 
 def enable(tracer_provider: TracerProvider | None = None, *, phases: bool = True) -> None:
     """Trace every transfer of this process from now on, in links that are open, too.
 
-    Without a `tracer_provider` the global one of OpenTelemetry is used. A second call replaces the
-    provider. With `phases=False` puts and gets have no children, at a third of the cost.
-    UnavailableError if `opentelemetry-api` is not installed (extra "tracing").
+    Without a `tracer_provider` the global one of OpenTelemetry is used, which is to be set before.
+    A second call replaces the provider, and blocks as `disable`. With `phases=False` puts and gets
+    have no children. UnavailableError if `opentelemetry-api` is not installed (extra "tracing").
     """
     global _tracer
     try:
@@ -38,191 +47,154 @@ def enable(tracer_provider: TracerProvider | None = None, *, phases: bool = True
     except ImportError as error:
         text = f"tracing needs opentelemetry-api: pip install 'omni-kvlink[tracing]' ({error})"
         raise UnavailableError(text) from error
+    _register()
     with _changing:
         previous, _tracer = _tracer, new
-        _stop(previous)
+        if previous is not None:
+            observers.remove_observer(previous)
         observers.add_observer(new)
+    if previous is not None:
+        previous.close(TIMEOUT)
 
 
-def disable() -> None:
-    """Trace nothing more; spans of transfers under way end now. Idempotent."""
+def disable(timeout: float = TIMEOUT) -> bool:
+    """Trace nothing more; spans of transfers under way end now. Idempotent.
+
+    Blocks until the spans of all transfers that have ended are made: False if that has not happened
+    after `timeout` seconds. Python calls it at the interpreter's exit.
+    """
     global _tracer
     with _changing:
         previous, _tracer = _tracer, None
-        _stop(previous)
+        if previous is not None:
+            observers.remove_observer(previous)
+    return previous is None or previous.close(timeout)
 
 
-def _stop(tracer: TransferTracer | None) -> None:
-    if tracer is not None:
-        observers.remove_observer(tracer)
-        tracer.close()
+def flush(timeout: float = TIMEOUT) -> bool:
+    """Block until the provider has the spans of all transfers that have ended.
+
+    False if that has not happened after `timeout` seconds. True without a trace.
+    """
+    tracer = _tracer
+    return tracer is None or tracer.queue.flush(timeout)
 
 
-class OpenSpan(NamedTuple):
-    """A span that has not ended; `layers` has those that were written so far."""
+def dropped() -> int:
+    """Return how many records were dropped since `enable`: each has the spans of one event.
 
-    span: Span
-    layers: set[tuple[str, int]]
-    started: int
-
-    def end(self) -> None:
-        """End it as it is."""
-        self.span.end()
+    They were more than `record_queue.MOST_WAITING`, and came faster than spans are made.
+    """
+    tracer = _tracer
+    return 0 if tracer is None else tracer.queue.dropped
 
 
 class TransferTracer(observers.Observer):
-    """Makes spans of transfers; thread-safe."""
+    """Records what spans are made of; thread-safe."""
 
     def __init__(self, provider: TracerProvider | None, *, phases: bool):
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from opentelemetry import context, trace
 
-        self._api, self._has_phases = trace, phases
-        self._tracer = trace.get_tracer("omni_kvlink", __version__, provider)
-        self._propagator = TraceContextTextMapPropagator()
-        self._puts = observers.Recent()  # OpenSpan, by traceparent
-        self._streams = observers.Recent()  # OpenSpan of those that arrive, by scheme and key
-        self._gets = observers.Recent()  # SpanContext by scheme and key: what may be copied out
+        from omni_kvlink.telemetry.span_maker import EndRecord, SpanMaker, layer_attributes
+        from omni_kvlink.telemetry.span_source import BegunPut
 
-    def close(self) -> None:
-        """End the spans of transfers that are under way."""
-        for table in (self._puts, self._streams):
-            for span in table.clear():
-                span.end()
+        tracer = trace.get_tracer("omni_kvlink", __version__, provider)
+        self._current_context = context.get_current
+        self._begun_put, self._end_record, self._layer = BegunPut, EndRecord, layer_attributes
+        self._span_source = _span_source(tracer)
+        self._maker = SpanMaker(tracer, self._span_source, phases=phases)
+        self.queue = RecordQueue("spans", linger=1.0)
+        self._puts = observers.Recent()  # BegunPut, by traceparent
+
+    def close(self, timeout: float) -> bool:
+        """Make all spans, those of transfers under way, too; False after `timeout` seconds."""
+        ended, maker = time.time_ns(), self._maker
+        lost = [(maker.lost_put, put, ended) for put in self._puts.clear()]
+        return self.queue.close(timeout, *lost, (maker.close, ended))
+
+    def forget(self) -> None:
+        """Forget what the parent of this forked child has recorded."""
+        self._puts = observers.Recent()
+        self._maker.forget()
+        self.queue.reset()
 
     def on_begin(self, scheme: str, key: str, started: float) -> Mapping[str, str]:
-        """See `Observer.on_begin`: the put's span, of the caller's current one, begins."""
-        began = time.time_ns() - int(1e9 * (time.perf_counter() - started))
-        carrier = dict[str, str]()
-        span = self._tracer.start_span(
-            "kvlink put",
-            kind=self._api.SpanKind.PRODUCER,
-            attributes=_about(scheme, key),
-            start_time=began,
-        )
-        self._propagator.inject(carrier, self._api.set_span_in_context(span))
-        if carrier:  # else there is no SDK, or no provider
-            for lost in self._puts.add(carrier["traceparent"], OpenSpan(span, set(), began)):
-                lost.end()
-        return carrier
+        """See `Observer.on_begin`: the context of the put's span, a child of the current one."""
+        now = time.time_ns()
+        put = self._begun_put(scheme, key, now - int(1e9 * (time.perf_counter() - started)))
+        context, is_recorded = self._span_source.begin(put)
+        if not context.is_valid:  # there is no SDK, or no provider
+            return {}
+        flags = context.trace_flags
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
+        if is_recorded:
+            for lost in self._puts.add(parent, put):
+                self.queue.add(self._maker.lost_put, lost, now)
+        state = context.trace_state
+        return {"traceparent": parent} | ({"tracestate": state.to_header()} if state else {})
 
     def on_put(self, event: TransferEvent) -> None:
         """See `Observer.on_put`."""
         put = self._puts.pop(event.trace.get("traceparent"))
-        if put is None:  # it began before tracing did
-            return
-        if put.layers:
-            put.span.set_attribute("kvlink.layers", len(put.layers))
-        self._end(put.span, event)
-        self._add_phases(put.span.get_span_context(), event, put.started, bool(put.layers))
+        if put is not None:  # else it began before tracing did, or is not sampled
+            self.queue.add(self._maker.put, put, self._end(event))
 
     def on_layer(self, event: TransferEvent) -> None:
         """See `Observer.on_layer`: an event of the put's span, or a child of the get's."""
-        if event.outcome == "written":
-            put = self._puts.get(event.trace.get("traceparent"))
-            if put is not None:
-                put.layers.add((event.branch, event.layer))
-                put.span.add_event("kvlink layer", {**_layer(event), "kvlink.seconds": event.total})
-        else:
+        if event.outcome != "written":
             self.on_copy(event)
+            return
+        put = self._puts.get(event.trace.get("traceparent"))
+        if put is not None:
+            about = self._layer(event.layer, event.branch) | {"kvlink.seconds": event.total}
+            put.layers.append((about, time.time_ns()))
 
     def on_open(self, event: TransferEvent) -> None:
         """See `Observer.on_open`."""
-        started = time.time_ns() - int(1e9 * event.total)
-        span = self._start_get(event, started)
-        self._add_phases(span.get_span_context(), event, started)
-        for lost in self._streams.add(_name(event), OpenSpan(span, set(), started)):
-            lost.end()
+        self.queue.add(self._maker.open, self._end(event))
 
     def on_get(self, event: TransferEvent) -> None:
         """See `Observer.on_get`."""
-        stream, ended = self._streams.pop(_name(event)), time.time_ns()
-        if stream is not None:
-            self._end(stream.span, event)
-            return
-        started = ended - int(1e9 * event.total)
-        span = self._start_get(event, started)
-        self._end(span, event, ended)
-        self._add_phases(span.get_span_context(), event, started)
+        self.queue.add(self._maker.get, self._end(event))
 
     def on_copy(self, event: TransferEvent) -> None:
         """See `Observer.on_copy`: a child of the get's span, also after that has ended."""
-        parent = self._gets.get(_name(event))
-        if parent is None or not self._has_phases:
-            return
-        for name, started, ended in _phases(event, time.time_ns() - int(1e9 * event.total)):
-            span = self._start_child(name, parent, started)
-            if event.layer >= 0:
-                span.set_attributes(_layer(event))
-            self._set_error(span, event)
-            span.end(ended)
+        self.queue.add(self._maker.copy, self._end(event))
 
-    def _start_get(self, event: TransferEvent, started: int) -> Span:
-        """Start the put's child; within a span of this process, that one's, with a link to the put.
-
-        So OpenTelemetry's conventions for messages recommend it:
-        https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/#consumer-spans
-        """
-        links: list[Link] = []
-        context = self._propagator.extract(event.trace) if event.trace else None
-        if self._api.get_current_span().get_span_context().is_valid:
-            if context is not None:
-                put = self._api.get_current_span(context).get_span_context()
-                links.append(self._api.Link(put))
-            context = None
-        span = self._tracer.start_span(
-            "kvlink get",
-            context=context,
-            kind=self._api.SpanKind.CONSUMER,
-            attributes=_about(event.scheme, event.key),
-            links=links,
-            start_time=started,
+    def _end(self, event: TransferEvent) -> Any:
+        scheme, key, _, nbytes, seconds, error, data, trace, copies, layer, branch = event
+        return self._end_record(
+            *(scheme, key, nbytes, dict(seconds), copies),
+            0 if data is None else observers.layers_of(data),
+            None if error is None else (type(error).__name__, str(error)),
+            *(time.time_ns(), trace, self._current_context(), layer, branch),
         )
-        if event.error is None:
-            self._gets.add(_name(event), span.get_span_context())
-        return span
-
-    def _add_phases(
-        self, parent: SpanContext, event: TransferEvent, started: int, is_stream: bool = False
-    ) -> None:
-        for name, begin, end in _phases(event, started) if self._has_phases else ():
-            if not (is_stream and name == "copy"):  # the sum of its layers, which are events
-                self._start_child(name, parent, begin).end(end)
-
-    def _start_child(self, name: str, parent: SpanContext, started: int) -> Span:
-        context = self._api.set_span_in_context(self._api.NonRecordingSpan(parent))
-        return self._tracer.start_span(f"kvlink {name}", context=context, start_time=started)
-
-    def _end(self, span: Span, event: TransferEvent, ended: int | None = None) -> None:
-        span.set_attributes({"kvlink.nbytes": event.nbytes, "kvlink.copies": event.copies})
-        layers = observers.layers_of(event.data)
-        if layers:
-            span.set_attribute("kvlink.layers", layers)
-        self._set_error(span, event)
-        span.end(ended)
-
-    def _set_error(self, span: Span, event: TransferEvent) -> None:
-        if event.error is not None:
-            span.set_attribute("error.type", type(event.error).__name__)
-            span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(event.error)))
 
 
-def _about(scheme: str, key: str) -> dict[str, str]:
-    return {"kvlink.key": key, "kvlink.scheme": scheme}
+def _span_source(tracer: Tracer) -> SpanSource:
+    """Those of the SDK's tracers are made later; another tracer's start where the put begins."""
+    from omni_kvlink.telemetry.span_source import SpanSource
+
+    try:
+        from opentelemetry.sdk.trace import Tracer as SdkTracer
+
+        from omni_kvlink.telemetry.sdk_span_source import SdkSpanSource
+    except ImportError:  # there is no SDK
+        return SpanSource(tracer)
+    return SdkSpanSource(tracer) if type(tracer) is SdkTracer else SpanSource(tracer)
 
 
-def _layer(event: TransferEvent) -> dict[str, Any]:
-    return {"kvlink.layer": event.layer, "kvlink.branch": event.branch}
+def _register() -> None:
+    """Have the interpreter's exit make the spans, after providers that exist; and forks forget."""
+    global _is_registered
+    if not _is_registered:
+        _is_registered = True
+        atexit.register(disable)
+        os.register_at_fork(after_in_child=_leave_parent)
 
 
-def _name(event: TransferEvent) -> tuple[str, str]:
-    return event.scheme, event.key
-
-
-def _phases(event: TransferEvent, started: int) -> Iterator[tuple[str, int, int]]:
-    """Each phase with its begin and end, in ns: one behind the other, as the ledger has them."""
-    for name, seconds in event.seconds.items():
-        ended = started + int(1e9 * seconds)
-        if ended > started:
-            yield name, started, ended
-        started = ended
+def _leave_parent() -> None:
+    global _changing
+    _changing = threading.Lock()
+    if _tracer is not None:
+        _tracer.forget()

@@ -29,7 +29,8 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
     def all(self) -> list[Span]:
-        """Every span that has ended."""
+        """Every span that has ended, of transfers that have ended by now, too."""
+        tracing.flush()
         spans = self._exporter.get_finished_spans()
         found: list[Span] = [json.loads(span.to_json()) for span in spans]
         return sorted(found, key=lambda span: str(span["start_time"]))
