@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from omni_kvlink.connectors.protocol.delivery import Coalesce, send_separately
+from omni_kvlink.connectors.protocol.inspection import Inspections
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Committed,
     Failed,
     Get,
+    Inspected,
     Layer,
     Message,
     Offer,
@@ -203,6 +205,7 @@ class GetTable(Generic[GetT]):
         self._last_id = 0
         self._error: KVLinkError | None = None
         self.path_names = "", ""  # of the connection; see `LinkPath.names`
+        self.inspections = Inspections(send)
 
     @property
     def waiting(self) -> int:
@@ -324,6 +327,8 @@ class GetTable(Generic[GetT]):
                 progress.announce(message.first, message.digests)
             else:
                 progress.commit(message.extra)
+        elif isinstance(message, Inspected):
+            self.inspections.on_answer(message)
         else:
             unexpected(message)
 
@@ -348,6 +353,7 @@ class GetTable(Generic[GetT]):
         for get_state in waiting:
             get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._fail_streams(error)
+        self.inspections.close(error)
         return waiting
 
     def disconnect(self) -> None:
@@ -357,6 +363,7 @@ class GetTable(Generic[GetT]):
         """
         del self._make
         self._send = self._post = self._send_all = _ignore
+        self.inspections.disconnect()
         self.coalesce = send_separately
 
     def _add(self, request: GetRequest, verify: bool, messages: list[Message]) -> GetT:

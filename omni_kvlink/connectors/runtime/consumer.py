@@ -20,10 +20,12 @@ from omni_kvlink.connectors.protocol.get_table import (
     GetTable,
 )
 from omni_kvlink.connectors.protocol.messages import (
+    INSPECTS,
     PROTOCOL,
     SLOT,
     Abort,
     Hello,
+    Inspected,
     Location,
     Message,
     Offer,
@@ -41,8 +43,10 @@ from omni_kvlink.errors import (
     KVLinkError,
     PeerLostError,
     TransferFailed,
+    TransferTimeout,
     VersionError,
     WireError,
+    format_seconds,
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
@@ -74,6 +78,8 @@ class Session(ABC):
     incarnation: str
     path: LinkPath | None = None
     required: tuple[str, ...] | None = None
+    version = PROTOCOL[0]
+    """The highest protocol version that both sides speak."""
     is_closed = False
     has_inline = True
     """Whether the last payload came inside its offer; if not, a get allocates nothing before."""
@@ -83,6 +89,11 @@ class Session(ABC):
     @abstractmethod
     def send(self, message: Abort | Refused) -> None:
         """Send a message to the producer; does not block."""
+
+    def take_hello(self, hello: Hello) -> None:
+        """Take from the producer's Hello what there is to be known of it."""
+        self.incarnation, self.required = hello.incarnation, hello.require
+        self.version = common_version(hello.versions) or PROTOCOL[0]
 
     def refuse(self, reason: str) -> None:
         """Tell the producer why this connection's path is not as required, and end it."""
@@ -322,6 +333,26 @@ class SessionConsumer(Consumer):
             session.send(Abort(key, shorten(reason)))
             error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
             session.fail(key, error)
+
+    def inspect(self, after: int, prefix: str, *, timeout: float) -> Inspected:
+        """Ask the producer for a page of its payloads; blocks for the answer."""
+        deadline = time.monotonic() + timeout
+        session = self._session
+        if self._closed or session is None or session.is_closed:
+            session = self._new_session(timeout)
+        if session.version < INSPECTS:
+            raise VersionError(
+                f"{self._url} speaks protocol {session.version}, and a producer can be inspected "
+                f"from {INSPECTS} on: install this version of omni_kvlink there, too"
+            )
+        inspections = session.get_table.inspections
+        page = inspections.ask(after, prefix, max(0.0, deadline - time.monotonic()))
+        if page is None:
+            waited = format_seconds(timeout)
+            raise TransferTimeout(f"{self._url}: no answer to a question after {waited}")
+        if page.reason:
+            raise ConnectorError(f"{self._url} may not be inspected by this process: {page.reason}")
+        return page
 
     def stats(self) -> dict[str, Any]:
         """Return the state of the connection; `incarnation` identifies the producer's run."""
