@@ -1,4 +1,4 @@
-"""What a live producer keeps, as its owner may ask at the other end of a link."""
+"""`ProducerReport`: the payloads that a live producer keeps, for its owner."""
 
 from __future__ import annotations
 

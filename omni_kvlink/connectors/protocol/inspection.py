@@ -117,7 +117,7 @@ class Inspections:
         self._last_id = 0
         self._error: KVLinkError | None = None
 
-    def ask(self, after: int, prefix: str, timeout: float) -> Inspected | None:
+    def request(self, after: int, prefix: str, timeout: float) -> Inspected | None:
         """Ask for a page; block for it, `timeout` seconds at most, and return None then.
 
         Raises the error with which the connection ends, or has ended.
@@ -136,7 +136,7 @@ class Inspections:
             self._pending.pop(inspect_id, None)
 
     def on_answer(self, message: Inspected) -> None:
-        """Wake who pending; an answer that nobody waits for changes nothing."""
+        """Wake the thread that waits for an answer; one that comes late changes nothing."""
         answer = self._pending.pop(message.inspect_id, None)
         if answer is not None:
             answer.set_result(message)

@@ -346,7 +346,7 @@ class SessionConsumer(Consumer):
                 f"from {INSPECTS} on: install this version of omni_kvlink there, too"
             )
         inspections = session.get_table.inspections
-        page = inspections.ask(after, prefix, max(0.0, deadline - time.monotonic()))
+        page = inspections.request(after, prefix, max(0.0, deadline - time.monotonic()))
         if page is None:
             waited = format_seconds(timeout)
             raise TransferTimeout(f"{self._url}: no answer to a question after {waited}")

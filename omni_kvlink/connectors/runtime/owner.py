@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a Unix socket, as the kernel recorded it."""
+"""The process at the other end of a Unix socket: its user, and whether that owns this one."""
 
 from __future__ import annotations
 
