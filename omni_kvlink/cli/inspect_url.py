@@ -41,10 +41,10 @@ def inspect_url(arguments: argparse.Namespace) -> int:
 def _text(url: str, report: ProducerReport) -> list[str]:
     transfers, memory, payloads = report.transfers, report.memory, report.payloads
     lines = [
-        f"{url}: {transfers['live']:,} live payloads, {transfers['leased']:,} leases, "
-        f"{transfers['waiting']:,} gets wait",
+        f"{url}: live payloads {transfers['live']:,}, leases {transfers['leased']:,}, "
+        f"waiting gets {transfers['waiting']:,}",
         f"memory: {_size(memory['used'])} of {_size(memory['quota'])} used, "
-        f"{_size(memory['mapped'])} mapped; {memory['waiting']:,} puts wait for it",
+        f"{_size(memory['mapped'])} mapped; waiting puts {memory['waiting']:,}",
         f"since the start: {transfers['released']:,} released, {transfers['expired']:,} expired, "
         f"{transfers['failed']:,} failed, {transfers['redelivered']:,} delivered again",
     ]
