@@ -81,6 +81,8 @@ def test_the_commands_print_what_the_page_says(
                 execute([block], namespace)
             elif block.text.startswith("$ "):
                 is_live = block.text.startswith("$ kvlink inspect shm:")
-                shown, wanted = session(block), block.text
-                assert [shown, comparable(shown)][is_live] == [wanted, comparable(wanted)][is_live]
+                shown, expected = session(block), block.text
+                assert [shown, comparable(shown)][is_live] == [expected, comparable(expected)][
+                    is_live
+                ]
     (Path(sockets) / "kvlink").rmdir()  # no socket is left

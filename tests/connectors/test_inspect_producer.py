@@ -389,14 +389,14 @@ def test_a_producer_that_hangs_and_dies(scheme: str, socket_dir: str) -> None:
                 inspect_producer(consumer, timeout=0.01)
             lost = list[str]()
 
-            def ask() -> None:
+            def send_question() -> None:
                 with contextlib.suppress(TransferTimeout):
                     try:
                         inspect_producer(consumer, timeout=WAIT)
                     except PeerLostError as error:
                         lost.append(str(error))
 
-            thread = threading.Thread(target=ask)
+            thread = threading.Thread(target=send_question)
             thread.start()
             inspections = consumer._end._session.get_table.inspections  # type: ignore[attr-defined]
             until(lambda: len(inspections._pending) == 1, "it waits")

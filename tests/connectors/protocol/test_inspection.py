@@ -166,20 +166,20 @@ def test_the_end_of_a_connection_ends_its_questions() -> None:
     sent = list[Any]()
     inspections, errors = Inspections(sent.append), list[BaseException]()
 
-    def ask() -> None:
+    def send_question() -> None:
         try:
             inspections.request(0, "", 60.0)
         except PeerLostError as error:
             errors.append(error.with_traceback(None))
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send_question)
     thread.start()
     until(lambda: len(inspections._pending) == 1, "it waits")
     inspections.on_answer(Inspected(99))  # late or unasked: nobody waits for it
     inspections.close(PeerLostError("gone"))
     thread.join()
     assert [str(error) for error in errors] == ["gone"]
-    ask()
+    send_question()
     assert len(errors) == 2
     assert len(sent) == 1
 
