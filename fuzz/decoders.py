@@ -32,6 +32,7 @@ from omni_kvlink.connectors.control.keys import read_all
 from omni_kvlink.connectors.protocol import messages
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState, GetTable
+from omni_kvlink.connectors.protocol.inspection import inspected_page
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
@@ -47,6 +48,7 @@ from omni_kvlink.link.kvlink import read_url
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
 from omni_kvlink.lookup.tokens import DIGEST_SIZE, digest
+from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests, read_sizes
@@ -73,6 +75,9 @@ def decode_message(data: bytes) -> None:
         _ = isinstance(message, messages.Offer) and message.first
 
 
+LIVE = messages.LivePayload("k", 1, "leased", "memory", 9, 1, 1, 0, 0, 5, None, "shm")
+
+
 def message_seeds() -> list[bytes]:
     location = messages.Location(0, 4096, 1000)
     sent: list[messages.Message] = [
@@ -93,6 +98,9 @@ def message_seeds() -> list[bytes]:
         messages.Chunk(1, 3, 0),
         messages.TransportAddress(b"address", b"secret"),
         messages.Abort("k", "why"),
+        messages.Inspect(1, 7, 9, "k"),
+        messages.Inspected(1, (LIVE,), 7, {"live": 1}, {"used": 2}),
+        messages.Inspected(1, reason="why"),
     ]
     batches = messages.encode_all(sent[2:6]), messages.encode_all(sent[8:14])
     return [*map(messages.encode, sent), *(part for batch in batches for part in batch)]
@@ -155,6 +163,12 @@ def feed_producer(data: bytes) -> None:
                 table.fail(message.key, message.reason, "aborted", number)
             elif isinstance(message, messages.FetchRange):
                 table.find_leased(peer, message.get_id, message.epoch)
+            elif isinstance(message, messages.Inspect):
+                page = inspected_page(message, table, ArenaPool(Mapping.anonymous, 1).stats, number)
+                data = messages.encode(page)
+                assert messages.decode(data) == page
+                assert len(data) <= messages.MAX_MESSAGE
+                assert all(one.epoch > message.after for one in page.payloads)
         table.tick(number)
     table.on_peer_lost("peer")
     table.close("the end")
@@ -172,6 +186,7 @@ def producer_seeds() -> list[bytes]:
         [get, release, get, release],
         [get, stream, messages.Cancel(1), rejected],
         [stream, messages.Reject(2, 2, "why"), get, messages.Reject(1, 1, "why"), release],
+        [get, messages.Inspect(1), messages.Inspect(2, 1, 1, "k"), release, messages.Inspect(3)],
         [get, messages.Abort("k", "why"), messages.FetchRange(1, 1, 0, 10), release, release],
     ]
     return [joined([messages.encode(one) for one in some]) for some in calls]

@@ -18,6 +18,7 @@ thread pool.
 | `BackgroundGet`, `GetPhase` | one get with a deadline that no thread waits for |
 | `CopyInto`, `LayerTargets` | its copy into tensors of the caller, or layers of it |
 | `LazyEvent` | an event whose wait an interrupt may cut at any line |
+| `inspect_producer`, `ProducerReport`, `LivePayload` | what a live producer keeps, for its owner |
 | `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |
 | `backend`, `check_verify` | validate a configuration before a link is opened |
 | `check_request_id` | validate a key that a client chose |
@@ -33,6 +34,7 @@ from omni_kvlink.connectors.base import Device as Device
 from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
 from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
+from omni_kvlink.connectors.protocol.messages import LivePayload as LivePayload
 from omni_kvlink.connectors.registry import backend as backend
 from omni_kvlink.connectors.runtime.user_files import LockFile as LockFile
 from omni_kvlink.connectors.runtime.user_files import WakeupFifo as WakeupFifo
@@ -52,12 +54,14 @@ from omni_kvlink.link import CopyInto as CopyInto
 from omni_kvlink.link import GetPhase as GetPhase
 from omni_kvlink.link import LayerTargets as LayerTargets
 from omni_kvlink.link import LinkUrl as LinkUrl
+from omni_kvlink.link import ProducerReport as ProducerReport
 from omni_kvlink.link import ServeOptions as ServeOptions
 from omni_kvlink.link import begin_chunks as begin_chunks
 from omni_kvlink.link import begin_get as begin_get
 from omni_kvlink.link import begin_gets as begin_gets
 from omni_kvlink.link import can_retry as can_retry
 from omni_kvlink.link import check_verify as check_verify
+from omni_kvlink.link import inspect_producer as inspect_producer
 from omni_kvlink.link import open_chunks as open_chunks
 from omni_kvlink.link import open_delivery as open_delivery
 from omni_kvlink.link import open_stream as open_stream

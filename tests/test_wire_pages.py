@@ -198,7 +198,7 @@ def test_a_second_reader_of_shared_memory(tmp_path: Path) -> None:
             sock.settimeout(30.0)
             sock.connect(str(tmp_path / "page.sock"))
             send(sock, "Hello", [2, 2], "second")
-            assert receive(sock)[0][:2] == ["Hello", [2, 2]]
+            assert receive(sock)[0][:2] == ["Hello", [2, 3]]
             send(sock, "Get", 1, "req-1")
             (name, arena, nbytes), fd = receive(sock)
             assert (name, os.fstat(fd).st_size) == ("Memory", nbytes)

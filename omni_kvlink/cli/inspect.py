@@ -1,14 +1,20 @@
-"""`kvlink inspect`: what a payload's file holds, and whether its bytes are the committed ones."""
+"""`kvlink inspect`: what a payload's file holds, and whether its bytes are the committed ones.
+
+Of a URL: what the live producer there keeps.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from typing import TYPE_CHECKING
 
-from omni_kvlink.cli.arguments import examples
+from omni_kvlink.cli.arguments import SECONDS, examples
+from omni_kvlink.cli.inspect_url import inspect_url
 from omni_kvlink.cli.process import show
 from omni_kvlink.cli.terminal import folded, progress, table
+from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:
     import argparse
@@ -17,7 +23,13 @@ if TYPE_CHECKING:
     from omni_kvlink.inspection import ChunkFault, PayloadFile
     from omni_kvlink.payload.branches import Branch
 
-_ABOUT = "show what a payload's .safetensors file holds, and check its digests"
+_ABOUT = """show what a payload's .safetensors file holds, and check its digests; or what a live
+producer keeps"""
+_LONG_ABOUT = """show what a payload's .safetensors file holds, and check its digests; or, of a
+live producer's URL, the keys, states, readers, ages and memory of the payloads that it keeps. The
+latter is for the producer's owner: run it as the producer's user or as root; over TCP with keys=,
+with the producer's own key. It receives and changes no payload."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _LONG = 1 << 30
 """Bytes of a file whose digests take more than a second or two."""
 _HEAD = ("branch", "layers", "shape", "layout", "dtype", "bytes", "kv_lens", "ropes")
@@ -28,23 +40,37 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     lines = (
         "kvlink inspect req-1.safetensors",
         "kvlink inspect bad.safetensors --against good.safetensors",
+        "kvlink inspect shm://bagel --prefix req-",
+        "kvlink inspect 'zmq+tcp://10.0.0.1:7000?keys=own.secret&peers=own.public'",
     )
-    parser = commands.add_parser(
-        "inspect", help=_ABOUT, description=_ABOUT, epilog=examples(*lines)
-    )
+    about = _LONG_ABOUT
+    parser = commands.add_parser("inspect", help=_ABOUT, description=about, epilog=examples(*lines))
     parser.set_defaults(perform=_inspect)
     parser.add_argument(
-        "file", metavar="FILE", help="a file as save() and `kvlink record` write it"
+        "target",
+        metavar="FILE|URL",
+        help="a file as save() and `kvlink record` write it; or a producer's URL",
     )
     against = "a file with the right bytes, to name each byte that differs where a digest is wrong"
     parser.add_argument("--against", metavar="OTHER", help=against)
+    help_text = "of a URL: only payloads whose key begins so"
+    parser.add_argument("--prefix", default="", metavar="KEY", help=help_text)
+    help_text = "of a URL: to wait for the producer, and for its answer (default: 5)"
+    parser.add_argument(
+        "--timeout", type=SECONDS, default=5.0, metavar=SECONDS.metavar, help=help_text
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    if _URL.match(arguments.target):
+        return inspect_url(arguments)
+    if arguments.prefix:
+        raise SchemaError("--prefix: of a producer's URL only, and this is a file")
+
     from omni_kvlink.inspection import PayloadFile, faults_of
 
-    file = PayloadFile(arguments.file)
+    file = PayloadFile(arguments.target)
     other = None if arguments.against is None else PayloadFile(arguments.against)
     tensors = file.manifest.tensors
     faults: list[ChunkFault] = []

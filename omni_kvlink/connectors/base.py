@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
 from omni_kvlink.connectors.protocol.path import REQUIREMENTS
-from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
+from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError, UnavailableError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import LayoutCache
 from omni_kvlink.settings import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.get_table import GetRequest
+    from omni_kvlink.connectors.protocol.messages import Inspected
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
@@ -484,6 +485,23 @@ class Consumer(Connector):
     @abstractmethod
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; waiting calls of this side raise TransferFailed."""
+
+    def inspect(self, after: int, prefix: str, *, timeout: float) -> Inspected:
+        """Return a page of the payloads that the producer keeps; blocks for the answer.
+
+        They have an epoch above `after`, and a key that begins with `prefix`.
+
+        Raises:
+            ConnectorError: this process has not the producer's owner's rights.
+            VersionError: the producer is of a version that cannot be inspected.
+            TransferTimeout: it did not answer within `timeout` seconds.
+            PeerLostError: it is gone.
+            UnavailableError: the connector cannot ask.
+        """
+        self._check_open()
+        raise UnavailableError(
+            f"link {self._label} cannot be inspected by its connector; its producer has stats()"
+        )
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether only the connection of a get broke, so that it can be requested again.

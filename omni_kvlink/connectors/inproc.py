@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
-from omni_kvlink.connectors.protocol.messages import SLOT, Location, Message
+from omni_kvlink.connectors.protocol.messages import PROTOCOL, SLOT, Location, Message
 from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.connectors.runtime.consumer import (
     MappedGet,
@@ -93,6 +93,7 @@ class InprocSession(MappedSession, PeerHandle):
     """A consumer's connection to a producer of the same process."""
 
     listener: InprocListener
+    version = PROTOCOL[1]
 
     def __init__(self, url: str, listener: InprocListener):
         super().__init__(listener)
@@ -112,6 +113,10 @@ class InprocSession(MappedSession, PeerHandle):
             raise PeerLostError(f"{self._url}: the producer closed the link") from error
         assert readers is not None
         return readers.region.slice(location.offset, SLOT + location.nbytes + draft)
+
+    def inspect_refusal(self) -> str:
+        """Return "": it is of the producer's own process."""
+        return ""
 
     def send(self, message: Message) -> None:
         """Handle a message in the loop of the producer; callable from finalizers."""

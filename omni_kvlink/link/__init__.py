@@ -30,6 +30,8 @@ from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.kvlink import LinkUrl as LinkUrl
 from omni_kvlink.link.kvlink import ServeOptions as ServeOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer
+from omni_kvlink.link.producer_report import ProducerReport as ProducerReport
+from omni_kvlink.link.producer_report import inspect_producer as inspect_producer
 from omni_kvlink.link.put_stream import PutStream as PutStream
 from omni_kvlink.link.read_block import ReadBlock as ReadBlock
 from omni_kvlink.link.received_batch import PendingBatch as PendingBatch

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import os
 
     from omni_kvlink.connectors.protocol.delivery import Delivery
+    from omni_kvlink.connectors.protocol.messages import Inspected
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.append_stream import StreamPosition
@@ -286,6 +287,12 @@ def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> b
     limit = check_timeout(timeout)
     consumer._check_process()
     return not consumer._closed and consumer._end.can_retry(pending, timeout=limit)
+
+
+def inspect_page(consumer: KVConsumer, after: int, prefix: str, *, timeout: float) -> Inspected:
+    """Ask for the payloads above the epoch `after`; see `Consumer.inspect`."""
+    consumer._check_open()
+    return consumer._end.inspect(after, prefix, timeout=timeout)
 
 
 def open_delivery(

@@ -15,7 +15,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
 )
 from omni_kvlink.kept import CacheIdentity
-from omni_kvlink.testing.caches import MIB, Recipe, fingerprint, sized
+from omni_kvlink.testing.caches import MIB, Recipe, fingerprint, layers_of, make_cache, sized
 from omni_kvlink.testing.rig import (
     Rig,
     deliver,
@@ -182,18 +182,19 @@ def check_a_ttl_ends_kept_payloads(rig: Rig) -> None:
 def check_kept_while_it_is_written(rig: Rig) -> None:
     """A stream of layers is kept, too: for readers of its layers, and for those that come later."""
     producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
-    data = Recipe("s", layers=3).make()
+    data = make_cache(Recipe("s", layers=3))
+    layers = list(layers_of(data).values())
     early = rig.connect_here()
     expect(MissingError, early.get, "s", timeout=60, wait=False)
     with producer.stream_put(data, readers=None) as out:
-        out.write_layer(0, *(blocks[0] for blocks in data.layer_blocks.values()))
+        out.write_layer(0, *layers[0])
         assert not producer.withdraw("s")
         assert early.contains(["s"], timeout=60) == [False]
         with ThreadPoolExecutor(1) as pool:
             get = pool.submit(reader.call, "get", key="s", timeout=60)
             until_requested(producer, 1)
             for layer in (1, 2):
-                out.write_layer(layer, *(blocks[layer] for blocks in data.layer_blocks.values()))
+                out.write_layer(layer, *layers[layer])
             receipt = out.commit()
             assert get.result(60) == fingerprint(data)
     with consumer.get("s", timeout=60, wait=False) as received:

@@ -332,6 +332,7 @@ class ControlListener(Listener):
         sender = self.find_sender(needs_address=False)
         require = {*self.options.require, *(message.require or ())}
         peer = PeerConnection(self, identity, descriptor, duplicate, sender, require)
+        peer.has_owner_key = self._zap_auth.is_owner(frame)
         self._peers[identity] = peer
         try:
             self._socket.send([identity, encode(self.producer.hello)])

@@ -9,7 +9,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,6 +26,7 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.owner import owner_refusal, peer_identity
 from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
 
 if TYPE_CHECKING:
@@ -45,11 +45,22 @@ MAX_INBOX_AGAIN = 256
 """The same, in the minute after a peer of the same process or host had too many."""
 ROUND, SHARE = 2 * TURN, 8
 """Messages that one round of reads handles; and those of each peer that it handles nevertheless."""
-_CREDENTIALS = struct.calcsize("3i")
 MAX_UNGREETED = 128
 """Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
 _ACCEPT_SECONDS = 0.1
 """Seconds that ZMQ may take to accept a connection with a descriptor that was given up for it."""
+_UCX_TELLS_NOBODY = (
+    "UCX authenticates nobody: serve auto://NAME?tcp=HOST:PORT, and inspect it without "
+    "trusted_network=True"
+)
+_NO_KEY = (
+    "without keys nobody can show that he is its owner: serve it with keys= and peers=, on "
+    "loopback without insecure=True, or by shm:// or zmq+ipc://"
+)
+_KEY_OF_A_READER = (
+    "its key is a reader's: inspect it with the producer's own, keys=NAME.secret and "
+    "peers=NAME.public, and put a copy of NAME.public into the producer's peers= directory"
+)
 _UNREAD_WAIT_MS = 10
 """Time for which a closed connection is checked for unread data; a frozen peer costs this once."""
 
@@ -117,7 +128,8 @@ class PeerConnection(PeerHandle):
     left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
     that the sender needs. `inbox` has its messages that are read and not handled. The path must be
     as in `require`: if that of `sender` is not, `refusal` says why. With `is_bare` no byte of a
-    payload is sent beside its offer, over TCP.
+    payload is sent beside its offer, over TCP. `has_owner_key`: it has the
+    producer's own key, and not only one that the producer admits.
     """
 
     def __init__(
@@ -136,6 +148,7 @@ class PeerConnection(PeerHandle):
         self.inbox_nbytes = 0
         self.round, self.handled = -1, 0  # of reads, the last; messages that were handled in it
         self.turns = 0  # in a row after which the inbox was not empty
+        self.has_owner_key = False
         self.sender: RangeSender | None = None
         self._require = require
         self.is_bare = "rdma" in require
@@ -153,6 +166,19 @@ class PeerConnection(PeerHandle):
             self.sender = sender
             self.set_path(sender.path)
         return reason
+
+    def inspect_refusal(self) -> str:
+        """Return why it may not list the payloads: it has neither the owner's uid nor key."""
+        transport, is_keyed = (
+            (self.path.transport, self.path.encrypted) if self.path else ("", False)
+        )
+        if transport == "ucx":
+            return _UCX_TELLS_NOBODY
+        if transport == "zmq+ipc" and self.duplicate is not None:
+            return owner_refusal(peer_identity(self.duplicate)[1])
+        if self.has_owner_key:
+            return ""
+        return _KEY_OF_A_READER if is_keyed else _NO_KEY
 
     @property
     def host(self) -> str:
@@ -203,8 +229,7 @@ def _address_of(connection: socket.socket | None) -> str:
         if connection is None:
             return "unknown"
         if connection.family == socket.AF_UNIX:
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
-            return f"pid {struct.unpack('3i', credentials)[0]}"
+            return f"pid {peer_identity(connection)[0]}"
         host, port = connection.getpeername()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     except OSError:  # it has ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hmac
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,10 @@ class Credentials:
         """Return the public keys, 32 bytes each, of the consumers that may connect now."""
         return read_all(self._peers)[0] if self._peers else {self._own_public}
 
+    def is_own(self, public: bytes) -> bool:
+        """Whether a consumer's public key, 32 bytes, is that of this producer itself."""
+        return hmac.compare_digest(public, self._own_public)
+
     def _secret(self) -> bytes:
         return read_secret(self._keys) if self._keys else user_secret()
 
@@ -149,6 +154,8 @@ class ZapAuth:
         refused: Counter[str],
     ):
         self._credentials, self._loop, self._refused = credentials, loop, refused
+        # Nobody can guess it: a client may send metadata of that name itself.
+        self._owner_id = os.urandom(16).hex()
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP)
@@ -174,13 +181,26 @@ class ZapAuth:
             status = self._status(request)
             if status != b"200":
                 self._refused["key"] += 1
-            self._socket.send_multipart([*request[:2], status, b"", b"", b""], zmq.DONTWAIT)
+            user = self._user(request) if status == b"200" else b""
+            self._socket.send_multipart([*request[:2], status, b"", user, b""], zmq.DONTWAIT)
+
+    def is_owner(self, frame: zmq.Frame) -> bool:
+        """Whether the client that sent a frame has this producer's own key."""
+        try:
+            return frame.get("User-Id") == self._owner_id
+        except zmq.ZMQError:  # libzmq knows no user id of it
+            return False
 
     def close(self) -> None:
         """Close the socket; in the loop's thread."""
         if not self._socket.closed:
             self._loop.unwatch(self._socket.FD)
             self._socket.close(0)
+
+    def _user(self, request: list[bytes]) -> bytes:
+        """Return the user id of a client that is admitted, which its messages then have."""
+        is_own = self._credentials is not None and self._credentials.is_own(request[6])
+        return self._owner_id.encode() if is_own else b""
 
     def _status(self, request: list[bytes]) -> bytes:
         """Return ZAP's answer: 200 to admit, 400 to refuse, 300 to have the client try again.

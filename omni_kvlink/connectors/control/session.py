@@ -258,8 +258,8 @@ class ControlSession(LeadingReceiver, FetchingSession):
             self.connect_in_loop()
             return
         self._is_greeted = True
-        self.incarnation, self.transports = hello.incarnation, hello.transports
-        self.required = hello.require
+        self.take_hello(hello)
+        self.transports = hello.transports
         self._on_greeted_in_loop()
 
     def _on_greeted_in_loop(self) -> None:

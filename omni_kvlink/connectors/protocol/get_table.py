@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from omni_kvlink.connectors.protocol.delivery import Coalesce, send_separately
+from omni_kvlink.connectors.protocol.inspection import Inspections
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Committed,
@@ -16,6 +17,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Contains,
     Failed,
     Get,
+    Inspected,
     Layer,
     Message,
     Offer,
@@ -216,6 +218,7 @@ class GetTable(Generic[GetT]):
         self._last_id = 0
         self._error: KVLinkError | None = None
         self.path_names = "", ""  # of the connection; see `LinkPath.names`
+        self.inspections = Inspections(send)
 
     @property
     def waiting(self) -> int:
@@ -355,6 +358,8 @@ class GetTable(Generic[GetT]):
                 progress.announce(message.first, message.digests)
             else:
                 progress.commit(message.extra)
+        elif isinstance(message, Inspected):
+            self.inspections.on_answer(message)
         else:
             unexpected(message)
 
@@ -383,6 +388,7 @@ class GetTable(Generic[GetT]):
         for get_state in waiting:
             get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
         self._fail_streams(error)
+        self.inspections.close(error)
         return waiting
 
     def disconnect(self) -> None:
@@ -392,6 +398,7 @@ class GetTable(Generic[GetT]):
         """
         del self._make
         self._send = self._post = self._send_all = _ignore
+        self.inspections.disconnect()
         self.coalesce = send_separately
 
     def _add(self, request: GetRequest, verify: bool, messages: list[Message]) -> GetT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
 
-PROTOCOL = (2, 2)
+PROTOCOL = (2, 3)
 """The lowest and the highest protocol version that this library speaks."""
+ANSWERS = 3
+"""The lowest version whose producers know `Inspect`, `Contains`, and a `Get` that does not wait."""
 MAX_MESSAGE = 64 << 10
 """Bytes of the longest message."""
 INLINE = 32 << 10
@@ -36,12 +38,15 @@ MAX_TEXT = 4096
 """Characters of the longest text field."""
 MAX_EXTRA = 4096
 """Bytes of the longest metadata at the end of a stream."""
+MAX_ROWS = 256
+"""Payloads of the longest `Inspected`."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
 Extra = Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
+Counts = Annotated[dict[Text, Number], msgspec.Meta(max_length=32)]
 Outcome = Literal["read", "unread", "rejected"]
 Ending = Literal["failed", "aborted", "expired", "closed", "complete", "missing"]
 
@@ -281,6 +286,72 @@ class Contained(_Message, frozen=True, array_like=True, tag=True, gc=False):
     found: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_KEYS)]
 
 
+class Inspect(_Message, frozen=True, array_like=True, tag=True, gc=False):
+    """Consumer: asks for the live payloads with an epoch above `after`, `limit` of them at most.
+
+    `prefix`: only those whose key begins so. `inspect_id` is the consumer's number of the question.
+    """
+
+    inspect_id: Number
+    after: Number = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)] = MAX_ROWS
+    prefix: Text = ""
+
+
+class LivePayload(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One payload that a producer has, as its owner sees it; no byte of it.
+
+    Attributes:
+        key: the request id.
+        epoch: the producer's number of the put.
+        state: "reserved", "streaming", "committed" or "leased"; one of the others, such as
+            "released", if it has ended, and a disconnected reader alone has its memory.
+        form: "memory"; "inline" (inside its offers); "stream" or "direct" (written while it is
+            sent, or sent from the caller's tensors); "append" (an append stream) or "chunk".
+        nbytes: of the payload; of an append stream those of the chunks it keeps, too, and of at
+            most 4,096 of them.
+        missing: readers that were declared and have not come.
+        reading: gets that have it now.
+        pinned: gets of disconnected readers whose process lives, and may still look at it.
+        chunks: that an append stream keeps.
+        age_ms: milliseconds since its memory was reserved.
+        ttl_ms: milliseconds until it expires; None: never, or it is not committed.
+        path: by which its readers got it, as in `Ledger.path`; "" before the first.
+    """
+
+    key: Text
+    epoch: Number
+    state: Text
+    form: Text
+    nbytes: Number
+    missing: Number
+    reading: Number
+    pinned: Number
+    chunks: Number
+    age_ms: Number
+    ttl_ms: Number | None
+    path: Text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by their names, as JSON values."""
+        return msgspec.structs.asdict(self)
+
+
+class Inspected(_Message, frozen=True, array_like=True, tag=True, gc=False):
+    """Producer: the answer to `Inspect`; or, with a `reason`, why there is none.
+
+    `resume` is the `after` of the next page; 0 if this is the last. The first page, and no other,
+    has the numbers of all transfers and those of the memory, bytes and counts.
+    """
+
+    inspect_id: Number
+    payloads: Annotated[tuple[LivePayload, ...], msgspec.Meta(max_length=MAX_ROWS)] = ()
+    resume: Number = 0
+    transfers: Counts = {}
+    memory: Counts = {}
+    reason: Text = ""
+
+
 class Batch(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Both sides: several messages in one, in their order; none is a Batch or has a descriptor."""
 
@@ -288,7 +359,7 @@ class Batch(_Message, frozen=True, array_like=True, tag=True, gc=False):
 
 
 FromConsumer: TypeAlias = (
-    Refused | Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort | Contains
+    Refused | Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort | Contains | Inspect
 )
 FromProducer: TypeAlias = (
     Refused
@@ -302,6 +373,7 @@ FromProducer: TypeAlias = (
     | Chunk
     | LaneTicket
     | Contained
+    | Inspected
 )
 Message: TypeAlias = Hello | TransportAddress | FromConsumer | FromProducer
 _BATCH_SPACE = 32

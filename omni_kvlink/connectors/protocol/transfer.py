@@ -81,6 +81,7 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
     window: ChunkWindow[Transfer] | None = None  # the chunks and readers of an append stream
     ended: LazyEvent | None = None  # set in a final state; made for the first thread that waits
     path: str = ""  # by which it was offered: that of its readers, or those
+    begun: float = msgspec.field(default_factory=time.monotonic)
 
     @property
     def is_done(self) -> bool:

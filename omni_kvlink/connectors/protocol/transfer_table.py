@@ -24,7 +24,9 @@ own.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.append_table import AppendTable
@@ -83,6 +85,7 @@ IS_PAYLOAD = "it is no append stream: use get"
 _DELIVERED = RELEASED, WITHDRAWN, EVICTED
 _NO_NAMES = "", ""
 _NEVER = float("inf")
+_EPOCH = attrgetter("epoch")
 
 _PHASES = {
     RESERVED: "announced, the producer is still writing it",
@@ -326,6 +329,20 @@ class TransferTable:
         now = {"live": len(self._live), "leased": leased, "waiting": waiting}
         kept = {"pinned": len(self._pinned), "kept": len(self.kept)}
         return {**now, **kept, **self.counters, **self.kept.counters}
+
+    def live_after(self, epoch: int, limit: int) -> list[Transfer]:
+        """Return payloads above an epoch, in the order of their epochs, `limit` of them at most.
+
+        They are those that are live, and those that have ended and may still be looked at by a
+        disconnected reader. Both are sorted as they stand: what a call takes beside the `limit` is
+        a copy of two lists of references.
+        """
+        live, pinned = list(self._live.values()), sorted(self._pinned)
+        start, first = bisect_right(live, epoch, key=_EPOCH), bisect_right(pinned, epoch)
+        found = {transfer.epoch: transfer for transfer in live[start : start + limit]}
+        for number in pinned[first : first + limit]:
+            found[number] = self._pinned[number]
+        return [found[number] for number in sorted(found)[:limit]]
 
     # Events of the peers
 

@@ -21,12 +21,14 @@ from omni_kvlink.connectors.protocol.get_table import (
     Query,
 )
 from omni_kvlink.connectors.protocol.messages import (
+    ANSWERS,
     MAX_KEYS,
     MAX_MESSAGE,
     PROTOCOL,
     SLOT,
     Abort,
     Hello,
+    Inspected,
     Location,
     Message,
     Offer,
@@ -81,6 +83,8 @@ class Session(ABC):
     incarnation: str
     path: LinkPath | None = None
     required: tuple[str, ...] | None = None
+    version = PROTOCOL[0]
+    """The highest protocol version that both sides speak."""
     is_closed = False
     has_inline = True
     """Whether the last payload came inside its offer; if not, a get allocates nothing before."""
@@ -90,6 +94,11 @@ class Session(ABC):
     @abstractmethod
     def send(self, message: Abort | Refused) -> None:
         """Send a message to the producer; does not block."""
+
+    def take_hello(self, hello: Hello) -> None:
+        """Take from the producer's Hello what there is to be known of it."""
+        self.incarnation, self.required = hello.incarnation, hello.require
+        self.version = common_version(hello.versions) or PROTOCOL[0]
 
     def refuse(self, reason: str) -> None:
         """Tell the producer why this connection's path is not as required, and end it."""
@@ -330,6 +339,8 @@ class SessionConsumer(Consumer):
         session = self._session
         if self._closed or session is None or session.is_closed:
             session = self._new_session(timeout)
+        if requests and not requests[0].waits:
+            self._check_answers(session, "a get can be told not to wait")
         gets: list[PendingGet] = session.get_table.request(requests, verify=verify)
         return gets
 
@@ -352,6 +363,7 @@ class SessionConsumer(Consumer):
             session = self._session
             if self._closed or session is None or session.is_closed:
                 session = self._new_session(deadline.seconds_left())
+            self._check_answers(session, "keys can be asked for")
             try:
                 return session.contains(keys, deadline)
             except PeerLostError:
@@ -367,6 +379,30 @@ class SessionConsumer(Consumer):
             session.send(Abort(key, shorten(reason)))
             error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
             session.fail(key, error)
+
+    def inspect(self, after: int, prefix: str, *, timeout: float) -> Inspected:
+        """Ask the producer for a page of its payloads; blocks for the answer."""
+        deadline = time.monotonic() + timeout
+        session = self._session
+        if self._closed or session is None or session.is_closed:
+            session = self._new_session(timeout)
+        self._check_answers(session, "a producer can be inspected")
+        inspections = session.get_table.inspections
+        page = inspections.request(after, prefix, max(0.0, deadline - time.monotonic()))
+        if page is None:
+            waited = format_seconds(timeout)
+            raise TransferTimeout(f"{self._url}: no answer to a question after {waited}")
+        if page.reason:
+            raise ConnectorError(f"{self._url} may not be inspected by this process: {page.reason}")
+        return page
+
+    def _check_answers(self, session: Session, what: str) -> None:
+        """Raise VersionError if the producer does not know a question: it would disconnect."""
+        if session.version < ANSWERS:
+            raise VersionError(
+                f"{self._url} speaks protocol {session.version}, and {what} from {ANSWERS} on: "
+                "install this version of omni_kvlink there, too"
+            )
 
     def stats(self) -> dict[str, Any]:
         """Return the state of the connection; `incarnation` identifies the producer's run."""

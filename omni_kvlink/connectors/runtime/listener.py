@@ -42,6 +42,12 @@ class Listener(ABC):
             self.refused["path"] += 1
         _log.warning("reader %s has no path as required: %s", reader, reason)
 
+    def refuse_inspect(self, reader: str, reason: str) -> None:
+        """Count and log that a consumer which is not the owner's asked for the payloads."""
+        if self.refused is not None:
+            self.refused["inspect"] += 1
+        _log.warning("reader %s may not inspect the link: %s", reader, reason)
+
     @property
     def is_own_thread(self) -> bool:
         """Whether the caller is a thread of the listener's own, which `close` waits for."""
@@ -98,6 +104,10 @@ class PeerHandle:
 
     def __init__(self, listener: Listener):
         self.listener = listener
+
+    def inspect_refusal(self) -> str:
+        """Return why this consumer may not list the payloads; "" if it is the owner's own."""
+        return "its connection does not tell whose it is"
 
     def set_path(self, path: LinkPath) -> None:
         """Take this path from now on; log it, if its name is another than before."""

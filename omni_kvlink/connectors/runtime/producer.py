@@ -21,6 +21,7 @@ from weakref import WeakMethod
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.inspection import inspected_page
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Abort,
@@ -29,6 +30,8 @@ from omni_kvlink.connectors.protocol.messages import (
     Contains,
     Get,
     Hello,
+    Inspect,
+    Inspected,
     Location,
     Message,
     Refused,
@@ -579,8 +582,18 @@ class PooledProducer(Producer):
             case Refused(reason):
                 assert isinstance(peer, PeerHandle)
                 peer.listener.refuse_path(peer.name, reason)
+            case Inspect():
+                self._send(peer, self._inspect(peer, message, now))
             case _:
                 unexpected(message)
+
+    def _inspect(self, peer: Peer, message: Inspect, now: float) -> Inspected:
+        """Return a page of the payloads to the owner, and to others why not."""
+        assert isinstance(peer, PeerHandle)
+        if refusal := peer.inspect_refusal():
+            peer.listener.refuse_inspect(peer.name, refusal)
+            return Inspected(message.inspect_id, reason=refusal)
+        return inspected_page(message, self.transfers, self.pool.stats, now)
 
     def _send(self, peer: Peer, message: Message) -> None:
         """Send a message of the table; the lock is held."""

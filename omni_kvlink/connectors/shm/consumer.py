@@ -47,6 +47,7 @@ from omni_kvlink.connectors.runtime.event_loop import (
     Wake,
     readable_pidfd,
 )
+from omni_kvlink.connectors.runtime.owner import peer_identity
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN
 from omni_kvlink.connectors.runtime.user_files import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
@@ -161,14 +162,14 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
-            self._pid, _ = rendezvous.peer_identity(sock)
+            self._pid, _ = peer_identity(sock)
             refusal = rendezvous.refusal(sock, allow_uids, "send to")
             if refusal:
                 raise ConnectorError(f"{url}: {refusal}")
             self._wake = Wake()
             self._channel.send(own_hello(require=tuple(require)))
             hello = self._receive_hello(deadline, cancelled)
-            self.incarnation, self.required = hello.incarnation, hello.require
+            self.take_hello(hello)
             self._pidfd = readable_pidfd(self._pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
         except BaseException as error:

@@ -23,6 +23,7 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.protocol.path import SHM_PATH, path_refusal
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, readable_pidfd
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.owner import owner_refusal, peer_identity
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.channel import Inbox, ShmChannel
@@ -49,14 +50,24 @@ class ShmPeerConnection(PeerHandle):
     """
 
     def __init__(
-        self, listener: ShmListener, channel: ShmChannel, pid: int, pidfd: int, refusal: str
+        self,
+        listener: ShmListener,
+        channel: ShmChannel,
+        identity: tuple[int, int],
+        pidfd: int,
+        refusal: str,
     ):
         super().__init__(listener)
+        pid, self._uid = identity
         self.channel, self.pidfd, self.name = channel, pidfd, f"pid {pid}"
         self.turns = 0
         self.refusal = refusal  # why it will be refused; "" if it may stay
         self.arenas: set[int] = set()  # whose descriptors it was passed
         self.hello: Hello | None = None  # its first message, once the handshake is complete
+
+    def inspect_refusal(self) -> str:
+        """Return why a user that may read payloads may not list them."""
+        return owner_refusal(self._uid)
 
 
 class ShmListener(Listener):
@@ -184,7 +195,7 @@ class ShmListener(Listener):
 
     def _add_peer_in_loop(self, sock: socket.socket) -> None:
         """Add a connection; OSError if there is no descriptor for its process."""
-        pid, _ = rendezvous.peer_identity(sock)
+        identity = peer_identity(sock)
         refusal = rendezvous.refusal(sock, self._allow_uids, "read from")
         if refusal:
             self.refused["other user"] += 1
@@ -192,11 +203,11 @@ class ShmListener(Listener):
             channel.send(Refused(refusal, PROTOCOL))
             channel.close()
             return
-        pidfd = readable_pidfd(pid)
+        pidfd = readable_pidfd(identity[0])
         is_full = len(self._peers) >= MAX_PEERS
         refusal = f"{MAX_PEERS} readers are connected already" if is_full else ""
         channel = ShmChannel(sock, lambda: self._loop.call(partial(self._flush_in_loop, peer)))
-        peer = ShmPeerConnection(self, channel, pid, pidfd, refusal)
+        peer = ShmPeerConnection(self, channel, identity, pidfd, refusal)
         self._peers.add(peer)
         self._greeting[peer] = None
         self._watch_in_loop(peer)

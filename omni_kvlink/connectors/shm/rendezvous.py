@@ -11,6 +11,7 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
+from omni_kvlink.connectors.runtime.owner import is_ambiguous, peer_identity
 from omni_kvlink.connectors.runtime.user_files import (
     OTHER,
     LockFile,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
 _MAX_SEND_TIMEOUT = 86_400.0
-_OVERFLOW_UID, _ALL_UIDS = 65534, (1 << 32) - 1
 _ALLOW = "allow_uids= and a directory= of mode 2770, of a group that both are in, on both sides"
 _OTHER = f"{OTHER}; between two users, give {_ALLOW}"
 
@@ -152,13 +152,6 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def peer_identity(sock: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process at the other end, as the kernel recorded them."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
-    return pid, uid
-
-
 def refusal(sock: socket.socket, allow_uids: Collection[int], right: str) -> str:
     """Return why the process at the other end is refused; "" if it is of this user or a listed one.
 
@@ -168,26 +161,14 @@ def refusal(sock: socket.socket, allow_uids: Collection[int], right: str) -> str
     """
     _, uid = peer_identity(sock)
     own = os.geteuid()
-    if uid in allow_uids or (uid == own and not _is_ambiguous(uid)):
+    if uid in allow_uids or (uid == own and not is_ambiguous(uid)):
         return ""
     unmapped = ", as which its user namespace shows every user that it does not map"
-    note = unmapped if _is_ambiguous(uid) else ""
+    note = unmapped if is_ambiguous(uid) else ""
     return (
         f"uid {uid}{note} may not {right} uid {own}; if that user is trusted, give uid {own} "
         f"allow_uids={uid}, and a directory= of mode 2770, of a group that both are in"
     )
-
-
-def _is_ambiguous(uid: int) -> bool:
-    """Return whether this uid stands for every user that this user namespace does not map."""
-    try:
-        with open("/proc/sys/kernel/overflowuid") as file:
-            if uid != int(file.read()):
-                return False
-        with open("/proc/self/uid_map") as file:
-            return sum(int(line.split()[2]) for line in file) < _ALL_UIDS
-    except OSError:  # no /proc
-        return uid == _OVERFLOW_UID
 
 
 def _try_dial(path: str, timeout: float) -> socket.socket | None:

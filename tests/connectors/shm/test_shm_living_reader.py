@@ -117,7 +117,7 @@ def test_the_error_of_a_full_quota_names_who_was_disconnected(socket_dir: str) -
         named = rf"\(pid {os.getpid()}: {receipt.ledger.nbytes} bytes\): end those processes$"
         with pytest.raises(CapacityError, match=named):
             producer.put(TensorTransferData("b", {"h": torch.zeros(size)}), timeout=0)
-        assert bool((seen == 1).all())
+        assert torch.equal(seen, torch.ones(size))
         del seen, data
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from omni_kvlink import ConnectorError, KVLink, SchemaError
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.runtime.owner import peer_identity
 from omni_kvlink.connectors.runtime.user_files import WakeupFifo
-from omni_kvlink.connectors.shm.rendezvous import peer_identity, refusal, socket_path
+from omni_kvlink.connectors.shm.rendezvous import refusal, socket_path
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until
 from support.connectors.shm_unauthorized import NOBODY, as_nobody
