@@ -219,8 +219,13 @@ class CacheLoad:
             self.done.set()
         for arrived in self._arrived:
             arrived.set()
+        failed, self._failed = self._failed, _ignore  # it refers to this object
         if error is not None:
-            self._failed(error)
+            failed(error)
+
+
+def _ignore(error: Exception) -> None:
+    pass
 
 
 class RankLoad:
