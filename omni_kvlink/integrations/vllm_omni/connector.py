@@ -77,7 +77,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         self.settings = OmniSettings.of(config)
         self.config, self.stage_id = dict(config), config.get("stage_id", -1)
         backend(self.settings.transport)
-        self._serializer = OmniTensorSerializer()
+        self._serializer, self._replica = OmniTensorSerializer(), get_omni_replica_id()
         self._links, self._pending = Links(self.settings), PendingGets()
         self._replicas = Replicas(self.settings, self.config)
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
@@ -286,7 +286,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def _sent_edge(self, from_stage: str, to_stage: str, key: str) -> StageEdge:
         """The edge of this replica of the sending stage."""
-        return StageEdge.of(from_stage, to_stage, key)._replace(replica=get_omni_replica_id())
+        return StageEdge.of(from_stage, to_stage, key)._replace(replica=self._replica)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.integrations.vllm.saving import Saver
 from support.vllm.cache_layers import BLOCK, full, sliding
 from support.vllm.engine_process import prompt, transfer
 from support.vllm.sleep import PageSleep, move, pause, pools_of_engine, restore, unregister
@@ -189,46 +188,6 @@ def test_a_cache_that_is_asked_for_meanwhile(
     producer.settle()
     assert producer.used_blocks == 0, "the read was declined"
     restore(consumer)
-    run_transfer(producer, consumer, "after")
-
-
-def test_a_sleep_waits_for_the_copy_of_a_layer(
-    engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The saver's thread reads a layer; the pools' memory may go when it has read it."""
-    producer, consumer = engine("producer"), engine("consumer")
-    (rank,) = producer.ranks
-    is_copying, may_go_on, order = threading.Event(), threading.Event(), list[str]()
-
-    def point(name: str) -> None:
-        if name == "stream.layer":
-            is_copying.set()
-            may_go_on.wait()
-            order.append("layer")
-
-    def sleep() -> None:
-        is_copying.wait()
-        unregister(producer)
-        order.append("asleep")
-
-    commit = Saver.commit
-
-    def committed(saver: Saver) -> None:
-        """The pass has ended, and what it has queued is still being copied."""
-        monkeypatch.setattr(Saver, "commit", commit)
-        sleeping.start()
-        is_copying.wait()
-        may_go_on.set()
-        sleeping.join()
-
-    sleeping = threading.Thread(target=sleep)
-    with monkeypatch.context() as patched:
-        patched.setattr(fault_points, "point", point)
-        patched.setattr(Saver, "commit", committed)
-        producer.prefill("k", TOKENS)
-    assert order == ["layer", "asleep"] or order == ["layer", "layer", "asleep"]
-    assert rank.connector is producer.worker
-    restore(producer)
     run_transfer(producer, consumer, "after")
 
 
