@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
@@ -34,8 +35,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.integrations.vllm_omni import register
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
-from omni_kvlink.lowlevel import LazyEvent
+from omni_kvlink.lowlevel import LazyEvent, Options
 from omni_kvlink.testing.rig import until
 from support.link.ends import end_of
 from support.vllm_omni.stage import NAME
@@ -463,6 +465,17 @@ def deploy_file_of_the_page() -> str:
     code = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert code
     return code[1]
+
+
+def test_the_configuration_for_containers() -> None:
+    """Each side of the page's lines allows the other's user, and takes no other path."""
+    page = (ROOT / "docs" / "vllm_omni.md").read_text()
+    _, text = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    extra = yaml.safe_load(text)["connectors"]["kv"]["extra"]
+    settings = OmniSettings.of(extra)
+    for options, user in ((settings.of_sender, 1001), (settings.of_receiver, 1000)):
+        assert Options(**options).allow_uids == (user,)
+        assert (options["directory"], Options(**options).require) == ("/run/kvlink", ("shm",))
 
 
 @pytest.mark.parametrize("text", [deploy_file_of_the_page, deploy_file_of_the_guide])
