@@ -193,7 +193,7 @@ def test_a_cache_that_is_asked_for_meanwhile(
 
 needs_hooks = pytest.mark.skipif(
     not hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
-    reason="vLLM before 0.33 has no such hooks: make test-vllm-0.33.0",
+    reason="vLLM before 0.33 has no such hooks: make test-vllm-interface",
 )
 
 

@@ -148,6 +148,7 @@ def test_a_cleanup_is_its_requests(sockets: str, monkeypatch: pytest.MonkeyPatch
         second.put(*EDGE, "c_0_0", "again")
         assert polled(reader, "c_0_0") == "again"
         assert polled(reader, "a_0_0") == "a"
+        until(lambda: not waiting(second), "it is not asked any more for what the first had")
 
 
 def test_what_put_returns_names_the_replica(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
