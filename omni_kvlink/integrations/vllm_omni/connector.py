@@ -30,7 +30,7 @@ from omni_kvlink.lowlevel import backend
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from omni_kvlink import Receipt, Received
+    from omni_kvlink import KVConsumer, Receipt, Received
 
 try:
     from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
@@ -236,11 +236,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         self._check_open()
         with self._counting():
             try:
-                edges = self._replicas.edges(edge, key, metadata)
-                if len(edges) == 1:
-                    received = self._receive(edges[0], key, deadline, find)
-                else:
-                    received = self._receive_any(edges, edge, key, deadline, find, metadata)
+                received = self._receive(edge, key, deadline, find, metadata)
             except TransferTimeout:
                 self._count(timeouts=1)
                 return None
@@ -248,41 +244,53 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         self._count(gets=1, bytes_transferred=result[1])
         return result
 
-    def _receive(self, edge: StageEdge, key: str, deadline: float, find: float) -> Received:
-        """Wait for a payload that this replica of the sender has."""
-        link = self._links.receiver(edge, timeout=find)
-        seconds = max(0.0, deadline - time.monotonic())
-        try:
-            if edge.is_cache:
-                return link.get(key, timeout=seconds)
-            links = {edge: link}
-            return self._pending.get(links, edge, key, timeout=seconds, lost=_ignore)[1]
-        except PeerLostError:
-            self._links.close_receiver(edge, link)
-            raise
-
-    def _receive_any(
+    def _receive(
         self,
-        edges: list[StageEdge],
         edge: StageEdge,
         key: str,
         deadline: float,
         find: float,
         metadata: Mapping[str, Any] | None,
     ) -> Received:
-        """Wait for a payload that one of these replicas has, and remember which one it was."""
-        links = {each: self._links.receiver(each, timeout=find) for each in edges}
+        """Wait for a payload that one of the sender's replicas has."""
+        links = self._links_to(self._replicas.edges(edge, key, metadata), find)
         sender = self._replicas.likely(edge, metadata)
 
-        def lost(replica: StageEdge, error: PeerLostError) -> None:
-            self._links.close_receiver(replica, links[replica])
+        def lost(replica: StageEdge, link: KVConsumer, error: PeerLostError) -> None:
+            self._links.close_receiver(replica, link)
             if replica == sender:
                 raise error
 
         seconds = max(0.0, deadline - time.monotonic())
+        if edge.is_cache and len(links) == 1:
+            [(replica, link)] = links.items()
+            try:
+                return link.get(key, timeout=seconds)
+            except PeerLostError as error:
+                lost(replica, link, error)
+                raise
         source, received = self._pending.get(links, edge, key, timeout=seconds, lost=lost)
-        self._replicas.remember(source, key)
+        if len(links) > 1:
+            self._replicas.remember(source, key)
         return received
+
+    def _links_to(self, edges: list[StageEdge], find: float) -> dict[StageEdge, KVConsumer]:
+        """The links to these replicas; of several, to those that are there now.
+
+        Raises:
+            TransferTimeout: there is none.
+        """
+        if len(edges) == 1:
+            return {edges[0]: self._links.receiver(edges[0], timeout=find)}
+        links, late = {}, TransferTimeout("no replica of the sender is served")
+        for edge in edges:
+            try:
+                links[edge] = self._links.receiver(edge, timeout=MIN_CONNECT_SECONDS)
+            except TransferTimeout as error:
+                late = error
+        if not links:
+            raise late
+        return links
 
     def _sent_edge(self, from_stage: str, to_stage: str, key: str) -> StageEdge:
         """The edge of this replica of the sending stage."""
@@ -307,10 +315,6 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             raise ClosedError(
                 "the connector belongs to the process that created it; create one in this process"
             )
-
-
-def _ignore(edge: StageEdge, error: PeerLostError) -> None:
-    pass
 
 
 def _close(pid: int, pending: PendingGets, links: Links) -> None:

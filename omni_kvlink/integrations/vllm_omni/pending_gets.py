@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from omni_kvlink import KVConsumer, Received
-    from omni_kvlink.errors import PeerLostError
+    from omni_kvlink.integrations.vllm_omni.polled_get import Lost
     from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 
 STALE_SECONDS = 5.0
@@ -40,7 +40,7 @@ class PendingGets:
         key: str,
         *,
         timeout: float,
-        lost: Callable[[StageEdge, PeerLostError], None],
+        lost: Lost,
     ) -> tuple[StageEdge, Received]:
         """Do the same as `KVConsumer.get`, but keep the request pending after a timeout.
 
@@ -56,14 +56,15 @@ class PendingGets:
         with self._lock:
             get = self._gets.pop((edge, key), None) or PolledGet()
         try:
-            get.request(links, key, timeout)
+            is_alone = len(links) == 1  # else none is waited for to come back
+            get.request(links, key, timeout=timeout if is_alone else 0.0, lost=lost)
             found = get.wait(deadline, lost)
         except BaseException:
             get.cancel()
             raise
         if found is not None:
-            source, delivery = found
-            return source, open_delivery(links[source], delivery, started=started, verify="auto")
+            source, link, delivery = found
+            return source, open_delivery(link, delivery, started=started, verify="auto")
         get.polled = time.monotonic()
         with self._lock:
             kept = self._gets.setdefault((edge, key), get)
