@@ -25,6 +25,8 @@ __all__ = ["OmniKVLinkConnector", "OmniKVLinkECConnector", "register"]
 
 log = logging.getLogger(f"vllm.{__name__}")
 
+DYNAMO = "dynamo.vllm.kv_connector_protocols"
+"""Dynamo's table, which its workers have imported before vLLM loads its plug-ins."""
 
 _CONNECTORS = {
     "OmniKVLinkConnector": (
@@ -48,7 +50,7 @@ def register() -> None:
     """
     for name in _CONNECTORS:
         _register(name)
-    if "dynamo.vllm" in sys.modules:
+    if DYNAMO in sys.modules:
         _register_with_dynamo()
 
 

@@ -282,14 +282,12 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         """
         if len(edges) == 1:
             return {edges[0]: self._links.receiver(edges[0], timeout=find)}
-        links, late = {}, TransferTimeout("no replica of the sender is served")
+        links = {}
         for edge in edges:
-            try:
+            with contextlib.suppress(TransferTimeout):  # it has ended meanwhile
                 links[edge] = self._links.receiver(edge, timeout=MIN_CONNECT_SECONDS)
-            except TransferTimeout as error:
-                late = error
         if not links:
-            raise late
+            raise TransferTimeout("no replica of the sender is served", phase="connecting")
         return links
 
     def _sent_edge(self, from_stage: str, to_stage: str, key: str) -> StageEdge:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,8 +27,8 @@ _names = itertools.count()
 TRANSPORTS = ["shm", "zmq+ipc", "zmq+tcp"]
 
 
-def section(sockets: str, transport: str = "shm", **settings: Any) -> dict[str, Any]:
-    options = {"directory": sockets, "quota": 64 << 20}
+def section(folder: str, transport: str = "shm", **settings: Any) -> dict[str, Any]:
+    options = {"directory": folder, "quota": 64 << 20}
     return {"transport": transport, "name": f"r{next(_names)}", "options": options, **settings}
 
 
@@ -42,7 +43,14 @@ def metadata(replica: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stages() -> Iterator[Callable[..., Stage]]:
+def folder() -> Iterator[str]:
+    """For sockets: a stage that is killed leaves its own."""
+    with tempfile.TemporaryDirectory(prefix="kvl-") as path:
+        yield path
+
+
+@pytest.fixture
+def stages(folder: str) -> Iterator[Callable[..., Stage]]:
     """`stages(role, kvlink, replica)`: a manager in a process of its own."""
     opened: list[Stage] = []
 
@@ -60,10 +68,10 @@ def stages() -> Iterator[Callable[..., Stage]]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("is_told", [True, False], ids=["sender_info", "no sender_info"])
 def test_each_replicas_requests_arrive(
-    stages: Callable[..., Stage], sockets: str, transport: str, is_told: bool
+    stages: Callable[..., Stage], folder: str, transport: str, is_told: bool
 ) -> None:
     """By the managers of vLLM-Omni, on both sides; a reader asks both replicas."""
-    kvlink = section(sockets, transport)
+    kvlink = section(folder, transport)
     senders = [stages("sender", kvlink, replica) for replica in range(2)]
     reader = stages("receiver", kvlink)
     for number, replica in enumerate((1, 0, 0, 1)):
@@ -75,9 +83,9 @@ def test_each_replicas_requests_arrive(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_replica_dies(stages: Callable[..., Stage], sockets: str, transport: str) -> None:
+def test_a_replica_dies(stages: Callable[..., Stage], folder: str, transport: str) -> None:
     """Its requests fail at once, those of the other one go on, and it may come back."""
-    kvlink = section(sockets, transport)
+    kvlink = section(folder, transport)
     first, second = (stages("sender", kvlink, replica) for replica in range(2))
     first.call("put", key="a_0_0", data="of the first")
     second.call("put", key="b_0_0", data="of the second")
@@ -109,9 +117,9 @@ def asked(sender: Stage) -> int:
     return sum(link["transfers"]["waiting"] for link in links)
 
 
-def test_the_last_replica_dies(stages: Callable[..., Stage], sockets: str) -> None:
+def test_the_last_replica_dies(stages: Callable[..., Stage], folder: str) -> None:
     """Nobody is left who could have the payload, whoever was to send it."""
-    kvlink = section(sockets)
+    kvlink = section(folder)
     senders = [stages("sender", kvlink, replica) for replica in range(2)]
     for replica, sender in enumerate(senders):
         sender.call("put", key=f"before_{replica}_0_0", data=replica)
@@ -128,9 +136,9 @@ def connector(kvlink: dict[str, Any], replica: int, monkeypatch: Any) -> VllmOmn
     return VllmOmniConnector({"kvlink": kvlink})
 
 
-def test_a_cleanup_is_its_requests(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cleanup_is_its_requests(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the replica that sends, and of the gets that wait at both."""
-    kvlink = section(sockets, wait=3600.0)
+    kvlink = section(folder, wait=3600.0)
     with (
         connector(kvlink, 0, monkeypatch) as first,
         connector(kvlink, 1, monkeypatch) as second,
@@ -151,9 +159,9 @@ def test_a_cleanup_is_its_requests(sockets: str, monkeypatch: pytest.MonkeyPatch
         until(lambda: not waiting(second), "it is not asked any more for what the first had")
 
 
-def test_what_put_returns_names_the_replica(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_put_returns_names_the_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM-Omni passes it on in a handle; no other replica is asked then."""
-    kvlink = section(sockets, wait=3600.0)
+    kvlink = section(folder, wait=3600.0)
     with (
         connector(kvlink, 0, monkeypatch) as first,
         connector(kvlink, 1, monkeypatch) as second,
@@ -167,9 +175,9 @@ def test_what_put_returns_names_the_replica(sockets: str, monkeypatch: pytest.Mo
         assert [waiting(each) for each in (first, second)] == [0, 1]
 
 
-def test_stages_that_send_to_each_other(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_that_send_to_each_other(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replica of either stage sends, and receives from both of the other one."""
-    kvlink = section(sockets, wait=3600.0)
+    kvlink = section(folder, wait=3600.0)
     with (
         connector(kvlink, 0, monkeypatch) as first,
         connector(kvlink, 1, monkeypatch) as second,
@@ -187,26 +195,24 @@ def test_stages_that_send_to_each_other(sockets: str, monkeypatch: pytest.Monkey
             assert polled(reader, f"back{number}_1_0", "1", "0") == number
 
 
-def test_one_process_for_each_replica(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kvlink = section(sockets)
+def test_one_process_for_each_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvlink = section(folder)
     with connector(kvlink, 1, monkeypatch) as second, connector(kvlink, 1, monkeypatch) as third:
         second.put(*EDGE, "a_0_0", 1)
         with pytest.raises(BusyError):
             third.put(*EDGE, "b_0_0", 1)
 
 
-def test_one_address_is_for_one_replica(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kvlink = section(sockets, "zmq+tcp", addresses={"data": "127.0.0.1:0"})
+def test_one_address_is_for_one_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvlink = section(folder, "zmq+tcp", addresses={"data": "127.0.0.1:0"})
     refused = pytest.raises(UnavailableError, match=r"replica 1 of stage 0 .* leave addresses out")
     with connector(kvlink, 1, monkeypatch) as second, refused:
         second.put(*EDGE, "a_0_0", 1)
 
 
-def test_a_reader_of_a_port_that_says_nothing(
-    sockets: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_of_a_port_that_says_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another base of the ports than this stage's: each replica is asked all the same."""
-    kvlink = section(sockets, wait=3600.0)
+    kvlink = section(folder, wait=3600.0)
     with (
         connector(kvlink, 0, monkeypatch) as first,
         connector(kvlink, 1, monkeypatch) as second,
