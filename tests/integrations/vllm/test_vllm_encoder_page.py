@@ -31,6 +31,6 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
             consumes=config.is_ec_consumer,
         )
         made.append(settings)
-    for options, user in ((made[2].serve, 1001), (made[3].connect, 1000)):  # in containers
-        assert (options["directory"], options["require"]) == ("/run/kvlink", ("shm",))
-        assert options["allow_uids"] == (user,)
+    for given, user in ((made[2].serve, 1001), (made[3].connect, 1000)):  # in containers
+        assert (given["directory"], given["require"]) == ("/run/kvlink", ("shm",))
+        assert given["allow_uids"] == (user,)

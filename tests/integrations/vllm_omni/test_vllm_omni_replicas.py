@@ -91,7 +91,7 @@ def test_a_replica_dies(stages: Callable[..., Stage], folder: str, transport: st
     second.call("put", key="b_0_0", data="of the second")
     readers = [stages("receiver", kvlink) for _ in range(3)]
     assert "of the second" in readers[0].call("get", key="b_0_0", timeout=3600.0)
-    waiting = [
+    waiting: list[tuple[Stage, dict[str, Any]]] = [
         (readers[0], {"key": "b_0_1"}),  # whose first chunk the second one has sent
         (readers[1], {"key": "c_0_0", "metadata": metadata(1)}),
         (readers[2], {"key": "d_0_0"}),  # which may come from both

@@ -68,7 +68,7 @@ def move(pools: Sequence[torch.Tensor]) -> list[weakref.ref[Any]]:
     for pool in pools:
         memory = np.zeros(pool.untyped_storage().nbytes(), np.uint8)
         storage = torch.from_numpy(memory).untyped_storage()
-        pool.set_(storage, pool.storage_offset(), pool.shape, pool.stride())  # type: ignore[call-overload]
+        pool.set_(storage, pool.storage_offset(), pool.shape, pool.stride())
         made.append(weakref.ref(memory))
     return made
 
