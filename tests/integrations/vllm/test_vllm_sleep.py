@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,9 +19,6 @@ from support.vllm.cache_layers import BLOCK, full, sliding
 from support.vllm.engine_process import prompt, transfer
 from support.vllm.sleep import PageSleep, move, pause, pools_of_engine, restore, unregister
 from support.vllm.steps import SteppedEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Reaches into _KV_CONNECTOR_AGENT: vLLM has one connector a process, and no public name to exchange
 # it.
@@ -225,7 +222,7 @@ def test_the_hooks_are_those_of_vllm(engine: Open, monkeypatch: pytest.MonkeyPat
 
 @needs_hooks
 @pytest.mark.parametrize("wrapper", ["", "MultiConnector"])
-def test_vllm_lets_an_engine_with_the_connector_sleep(model: Path, wrapper: str) -> None:
+def test_vllm_lets_an_engine_with_the_connector_sleep(wrapper: str) -> None:
     from vllm.config import KVTransferConfig, VllmConfig
 
     config = transfer("both", url="shm://p", peers=["shm://p"])
