@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
+from vllm_omni.distributed.omni_connectors.utils.initialization import compute_connector_zmq_port
 from vllm_omni.distributed.omni_connectors.utils.kv_utils import kv_zmq_port
 
 from omni_kvlink import BusyError, TransferFailed, UnavailableError
@@ -38,8 +39,11 @@ def sender_info(replica: int) -> dict[str, Any]:
 
 
 def metadata(replica: int) -> dict[str, Any]:
-    """What its manager makes of that."""
-    return {"source_host": "127.0.0.1", "source_port": sender_info(replica)["zmq_port"]}
+    """What its loops make of the port for chunks and stage payloads."""
+    port = compute_connector_zmq_port(
+        50051, purpose="request_forwarding", from_stage=0, replica_id=replica
+    )
+    return {"source_host": "127.0.0.1", "source_port": port}
 
 
 @pytest.fixture
