@@ -14,7 +14,7 @@ export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-containers test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
+.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-containers test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-interface test-vllm-dynamo test-vllm-omni \
 	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
@@ -199,6 +199,27 @@ test-vllm-%: .venv-vllm/%/.ready
 		-W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/$*/bin/python examples/pd_vllm.py
 	.venv-vllm/$*/bin/python examples/epd_vllm.py
+
+# vLLM 0.33 has no CPU build: its Python code runs without its kernels, and so without a model.
+INTERFACE := .venv-vllm/interface
+
+test-vllm-interface: $(INTERFACE)/.ready
+	$(INTERFACE)/bin/python -m pytest -W ignore::DeprecationWarning $(VLLM_TESTS)/test_vllm_sleep.py $(ARGS)
+
+$(INTERFACE)/.ready: pyproject.toml setup.py constraints.txt tests/integrations/vllm/vllm.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -q -c constraints.txt torch
+	$(@D)/bin/python -m pip install -q --no-deps vllm==0.33.0 -r tests/integrations/vllm/vllm.txt
+	sed -i 's/^Version: 0.33.0$$/&+cpu/' $(@D)/lib/python3*/site-packages/vllm-0.33.0.dist-info/METADATA
+	$(@D)/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
+# Dynamo's table of protocols. Its package brings plug-ins of pytest, for its own tests.
+test-vllm-dynamo: .venv-vllm/$(VLLM)/.ready
+	$(PYTHON) -m pip install -q --no-deps --upgrade --target build/dynamo ai-dynamo==1.6.1
+	PYTHONPATH=build/dynamo .venv-vllm/$(VLLM)/bin/python -m pytest -W ignore::DeprecationWarning \
+		-p no:vllm_tests -p no:sglang_tests -p no:triton_tests -p no:trtllm_tests \
+		$(VLLM_TESTS)/test_vllm_dynamo.py $(ARGS)
 
 # Not in `test`: vLLM for CPUs, vLLM-Omni and UCX, in an environment of their own.
 OMNI := .venv-vllm-omni

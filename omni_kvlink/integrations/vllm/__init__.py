@@ -2,13 +2,14 @@
 
 vLLM calls `register` through the entry point `vllm.general_plugins`, in each of its processes; a
 configuration then needs no `…_connector_module_path`, and `MultiConnector` finds the connector of
-KV caches by name.
+KV caches by name. In a worker of Dynamo, its table of protocols gets the connector, too.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import UnavailableError
@@ -24,6 +25,8 @@ __all__ = ["OmniKVLinkConnector", "OmniKVLinkECConnector", "register"]
 
 log = logging.getLogger(f"vllm.{__name__}")
 
+DYNAMO = "dynamo.vllm.kv_connector_protocols"
+"""Dynamo's table, which its workers have imported before vLLM loads its plug-ins."""
 
 _CONNECTORS = {
     "OmniKVLinkConnector": (
@@ -47,6 +50,8 @@ def register() -> None:
     """
     for name in _CONNECTORS:
         _register(name)
+    if DYNAMO in sys.modules:
+        _register_with_dynamo()
 
 
 def _register(name: str) -> None:
@@ -57,6 +62,14 @@ def _register(name: str) -> None:
             factory_class.register_connector(name, __name__, name)
     except Exception as error:
         log.warning("%s is not registered with vLLM: %s (docs/vllm.md)", name, str(error))
+
+
+def _register_with_dynamo() -> None:
+    try:
+        module = importlib.import_module("omni_kvlink.integrations.vllm.dynamo")
+        module.register("OmniKVLinkConnector")
+    except Exception as error:
+        log.warning("the connector is not registered with Dynamo: %s (docs/vllm.md)", str(error))
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from omni_kvlink.lowlevel import Options
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
         KVConnectorTransferResults,
@@ -53,6 +54,7 @@ class OmniKVLinkConnector(SchedulerCalls):
     _saver: Saver | None = None
     _loader: Loader | None = None
     _siblings: SiblingWatch | None = None
+    _is_asleep = False  # the pools are not registered
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -61,6 +63,11 @@ class OmniKVLinkConnector(SchedulerCalls):
         vLLM calls this before it loads the weights: SchemaError if a setting is wrong.
         """
         VllmSettings.read(extra_config, VllmSettings.EXTRA)
+        return True
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """True: peers read and write the link's memory, and know no address in the pools."""
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -72,15 +79,14 @@ class OmniKVLinkConnector(SchedulerCalls):
                 not a CUDA device.
             SchemaError: the pools have an unknown layout.
         """
-        settings = self._settings
-        pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings)
-        self._layers = {layer.name: number for number, layer in enumerate(pools.layers)}
+        settings, self._kv_caches = self._settings, kv_caches
+        divided = self._divided_pools()
+        self._layers = {layer.name: number for number, layer in enumerate(divided.pools.layers)}
         self._meter = Meter()
-        model_heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        divided = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
         options: dict[str, Any]
         if self._produces:
-            sent, nbytes = divided.parts(sends=True), sum(pool.numel() for pool in pools.tensors)
+            sent = divided.parts(sends=True)
+            nbytes = sum(pool.numel() for pool in divided.pools.tensors)
             options = {"quota": max(Options.quota, nbytes)}
             url = rank_url(settings.url, self._rank.index)
             options |= link_options(settings.serve, kv_caches.values())
@@ -94,6 +100,32 @@ class OmniKVLinkConnector(SchedulerCalls):
             self._loader = Loader(received, peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
             self._siblings = SiblingWatch(sibling_pids(), self._on_rank_ended)
+
+    def unregister_kv_caches(self) -> None:
+        """Keep no view of the pools: the engine goes to sleep, which discards their memory.
+
+        Blocks until no copy reads or writes them; loads in progress fail. The links stay open, and
+        committed caches can be read. A second call does nothing.
+        """
+        self._is_asleep = True
+        for part in (self._loader, self._saver):
+            if part is not None:
+                part.release_pools()
+
+    def restore_kv_caches(self) -> None:
+        """Send and load from the pools as they are after the wake-up; a second call does nothing.
+
+        Raises:
+            SchemaError: the pools have an unknown layout.
+        """
+        if not self._is_asleep:
+            return
+        divided = self._divided_pools()
+        if self._saver is not None:
+            self._saver.use_pools(divided.parts(sends=True))
+        if self._loader is not None:
+            self._loader.use_pools(divided.parts(sends=False))
+        self._is_asleep = False
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Block until no copy reads the blocks of preempted requests: the pass overwrites them.
@@ -195,6 +227,13 @@ class OmniKVLinkConnector(SchedulerCalls):
         for part in (self._siblings, self._loader, self._saver):
             if part is not None:
                 part.close()
+
+    def _divided_pools(self) -> HeadPools:
+        """The registered pools, where the engine's tensors have them now."""
+        config, settings, caches = self._vllm_config, self._settings, self._kv_caches
+        pools = Pools.of(config, self._kv_cache_config, caches, settings)
+        model_heads = config.model_config.get_total_num_kv_heads()
+        return HeadPools(pools, caches, self._rank, settings.peer_tp, model_heads)
 
     def _on_rank_ended(self) -> None:
         """Close the links, and exit if this rank is amid a forward pass, which cannot end.

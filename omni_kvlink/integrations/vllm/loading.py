@@ -11,10 +11,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import (
+    ClosedError,
+    IntegrityError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.device import PoolDevice
-from omni_kvlink.integrations.vllm.pools import branch_name
+from omni_kvlink.integrations.vllm.pools import RELEASED, branch_name
 from omni_kvlink.lowlevel import BackgroundGet, GetPhase, LayerTargets, LazyEvent, begin_get
 
 if TYPE_CHECKING:
@@ -188,6 +194,8 @@ class CacheLoad:
     def _end_failed(self, error: Exception) -> None:
         if self.done.is_set():
             log.error("cache %.200r was not written to the device: %s", self.load.key, error)
+        if self.cancelled is not None and isinstance(error, ClosedError):
+            error = TransferFailed(self.cancelled.reason, key=self.load.key)
         self.end(error)
 
     def _targets_of(
@@ -211,8 +219,13 @@ class CacheLoad:
             self.done.set()
         for arrived in self._arrived:
             arrived.set()
+        failed, self._failed = self._failed, _ignore  # it refers to this object
         if error is not None:
-            self._failed(error)
+            failed(error)
+
+
+def _ignore(error: Exception) -> None:
+    pass
 
 
 class RankLoad:
@@ -252,6 +265,13 @@ class RankLoad:
         for part in self.parts:
             part.cancel(cancelled)
 
+    def fail(self, reason: str) -> None:
+        """Fail the load; a copy that has begun ends at the next layer. Its read is declined."""
+        failure = self.load.cancelled(reason)
+        for part in self.parts:
+            if not part.done.is_set():
+                part.cancel(failure)
+
     def _cancel_others(self, error: Exception) -> None:
         """A part has failed; runs in any thread."""
         for part in self.parts:
@@ -263,18 +283,41 @@ class Loader:
     """The loads of a consumer's worker; called by the engine's thread only."""
 
     def __init__(self, pools: Sequence[Pools], peers: Peers, meter: Meter, *, timeout: float):
-        self.pools, self.peers, self.timeout, self._meter = pools, peers, timeout, meter
+        self.peers, self.timeout, self._meter = peers, timeout, meter
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
         self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self.submit, self.connect = self._pool.submit, self._connecting_pool.submit
         self._decliner = Decliner(peers, self.connect, timeout)
-        self._device = PoolDevice(chain(*(part.tensors for part in pools)), peers.copier)
         self._loading: dict[str, RankLoad] = {}
         self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._failed_here: set[str] = set()
+        self._finished: set[str] = set()
+        self.use_pools(pools)
+
+    def use_pools(self, pools: Sequence[Pools]) -> None:
+        """Load caches into these pools from now on."""
+        self.pools, self._is_released = pools, False
+        self._device = PoolDevice(chain(*(part.tensors for part in pools)), self.peers.copier)
+
+    def release_pools(self) -> None:
+        """Keep no reference to the pools; blocks until no copy writes to them.
+
+        The loads in progress fail, and so do those that `start` is given later. A second call does
+        nothing.
+        """
+        for loading in self._loading.values():
+            loading.fail(RELEASED)
+        for part in chain(*(loading.parts for loading in self._loading.values())):
+            part.wait()
+        self._collect()
+        self._pool.shutdown()  # the end of a copy may still be on its way there
+        self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
+        self.submit = self._pool.submit
+        self.use_pools([pools.without_tensors() for pools in self.pools])
+        self._is_released = True
 
     def start(self, loads: Sequence[Load]) -> None:
         """Begin loads; does not block. Work that the engine queued before may use their blocks."""
@@ -284,6 +327,9 @@ class Loader:
             error: Exception | None = SchemaError(load.error) if load.error else None
             if error is None and self._take_spent(load.url, load.key):
                 error = TransferFailed("it was loaded by a request that was aborted")
+            if error is None and self._is_released:
+                loading.fail(RELEASED)
+                continue
             for part in loading.parts:
                 if error is not None:
                     part.end(error)
@@ -310,7 +356,13 @@ class Loader:
         return self._invalid
 
     def finished(self) -> set[str]:
-        """Requests whose asynchronous load has ended, with or without success."""
+        """Requests whose asynchronous load has ended since the last call, also without success."""
+        self._collect()
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def _collect(self) -> None:
+        """End the loads that have nothing left to do."""
         self.wait_for_pass()
         for part in chain(*(loading.parts for loading in self._loading.values())):
             part.get.expire()
@@ -320,7 +372,7 @@ class Loader:
             if not loading.is_forgotten:
                 self._ended[loading.load.request_id] = loading.has_used_read
         self.peers.close_unused({loading.load.url for loading in self._loading.values()})
-        return {loading.load.request_id for loading in ended}
+        self._finished |= {loading.load.request_id for loading in ended}
 
     def forget(self, request_ids: set[str]) -> None:
         """Forget requests that have ended: nothing more is said of them."""

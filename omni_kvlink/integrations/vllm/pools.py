@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"vllm.{__name__}")
 
+RELEASED = "the engine sleeps: its KV caches are not registered"
+"""Why a cache is neither sent nor loaded between `unregister_kv_caches` and the restoration."""
+
 
 class LayerPlace(NamedTuple):
     """The place of a layer: its group, and its number among the layers of the group."""
@@ -147,6 +150,10 @@ class Pools:
     def tensors(self) -> list[torch.Tensor]:
         """All pools."""
         return [pool for pools in self.pools for pool in pools.values()]
+
+    def without_tensors(self) -> Pools:
+        """The same without a reference to a pool: no cache can be sent or loaded."""
+        return dataclasses.replace(self, pools=[{} for _ in self.pools])
 
     def needed(self, load: Load) -> list[range]:
         """The numbers of the blocks that a load fills, of each group."""

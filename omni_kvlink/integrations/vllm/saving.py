@@ -21,7 +21,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.groups import HEAD, LAST
-from omni_kvlink.integrations.vllm.pools import branch_name
+from omni_kvlink.integrations.vllm.pools import RELEASED, branch_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -103,12 +103,8 @@ class Saver:
     def __init__(
         self, link: KVProducer, pools: Sequence[Pools], settings: VllmSettings, meter: Meter
     ):
-        self._link, self._pools, self._meter = link, pools, meter
-        self._ttl, self._drain = settings.ttl, settings.drain
+        self._link, self._meter, self._settings = link, meter, settings
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
-        self._device = PoolDevice((pool for part in pools for pool in part.tensors), link)
-        has_state = any(part.groups.has_state for part in pools)
-        self.overlaps = self._device.is_async and settings.delay_free and not has_state
         self._saves: list[CacheSave] = []  # of the pass, which has not ended
         self._forward: ForwardContext | None = None  # the model's own, in this pass
         self._queued: set[int] = set()  # layers of this pass
@@ -116,6 +112,28 @@ class Saver:
         self._open: dict[tuple[str, str], tuple[CacheSave, Future[None]]] = {}
         self._receipts: dict[tuple[str, str], Receipt] = {}  # both by request and key
         self._held: set[str] = set()
+        self.use_pools(pools)
+
+    def use_pools(self, pools: Sequence[Pools]) -> None:
+        """Send caches from these pools from now on."""
+        self._pools, self._is_released = pools, False
+        self._device = PoolDevice((pool for part in pools for pool in part.tensors), self._link)
+        has_state = any(part.groups.has_state for part in pools)
+        self.overlaps = self._device.is_async and self._settings.delay_free and not has_state
+
+    def release_pools(self) -> None:
+        """Keep no reference to the pools; blocks until no copy reads them.
+
+        A cache whose pass has not ended fails at its readers, and so do those that a later pass
+        computes. Payloads that are committed stay readable. A second call does nothing.
+        """
+        self._fail_saves(self._saves, RELEASED)
+        self.commit()
+        self._end([*self._open])
+        self._thread.shutdown()  # the thread may hold its last step for a moment
+        self._thread = ThreadPoolExecutor(1, "kvlink-save")
+        self.use_pools([pools.without_tensors() for pools in self._pools])
+        self._is_released, self._forward = True, None
 
     def begin(self, caches: Sequence[PromptCache]) -> None:
         """Announce the caches that the coming forward pass computes, in the current context."""
@@ -124,8 +142,10 @@ class Saver:
         self._saves = [
             CacheSave(pools.part.cache(cache), pools) for cache in caches for pools in self._pools
         ]
+        if self._is_released:
+            self._fail_saves(self._saves, RELEASED)
         for save in self._saves:
-            self._enqueue(save, partial(save.open, self._link, self._ttl))
+            self._enqueue(save, partial(save.open, self._link, self._settings.ttl))
 
     def offer(self, caches: Sequence[PromptCache]) -> None:
         """Send caches that are complete in the pools; blocks until they are copied.
@@ -223,7 +243,7 @@ class Saver:
         """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
         self._thread.shutdown()
         self._end([*self._open])
-        deadline = time.monotonic() + self._drain
+        deadline = time.monotonic() + self._settings.drain
         try:
             for receipt in self._receipts.values():
                 with contextlib.suppress(TransferFailed, TransferTimeout):

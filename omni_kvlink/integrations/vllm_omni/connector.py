@@ -22,6 +22,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.integrations.vllm_omni.links import Links
 from omni_kvlink.integrations.vllm_omni.payloads import object_of, payload_of
 from omni_kvlink.integrations.vllm_omni.pending_gets import PendingGets
+from omni_kvlink.integrations.vllm_omni.replicas import REPLICA_KEY, Replicas
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import backend
@@ -29,7 +30,7 @@ from omni_kvlink.lowlevel import backend
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from omni_kvlink import Receipt, Received
+    from omni_kvlink import KVConsumer, Receipt, Received
 
 try:
     from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
@@ -65,8 +66,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     Raises:
         ValueError: a setting is unknown or has an invalid value.
-        UnavailableError: the transport cannot run here, or this is a further replica of a stage
-            that sends; the error names the cure.
+        UnavailableError: the transport cannot run here; the error names the cure.
     """
 
     supports_raw_data = True
@@ -76,11 +76,10 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     def __init__(self, config: Mapping[str, Any]):
         self.settings = OmniSettings.of(config)
         self.config, self.stage_id = dict(config), config.get("stage_id", -1)
-        if config.get("role") == "sender":
-            self._check_replica()
         backend(self.settings.transport)
-        self._serializer = OmniTensorSerializer()
+        self._serializer, self._replica = OmniTensorSerializer(), get_omni_replica_id()
         self._links, self._pending = Links(self.settings), PendingGets()
+        self._replicas = Replicas(self.settings, self.config)
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
         self._lock = threading.Lock()
         self._counters = Counter(puts=0, gets=0, bytes_transferred=0, timeouts=0, failures=0)
@@ -95,20 +94,20 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
         `data` is a KV cache as the manager makes it (packed bytes, a packed uint8 tensor or a
         dict), or anything that vLLM-Omni's serializer takes; large tensors in it are copied once.
-        Returns True, the payload's size in bytes, and the link's URL with the size.
+        Returns True, the payload's size in bytes, and what `get` may take as `metadata`: the
+        link's URL, the size and the number of this replica of the stage.
 
         Raises:
             SchemaError: the cache is incomplete, or `data` cannot be serialized.
             DuplicateKeyError: a live payload has this key.
             CapacityError: the link has no memory for it within `put_timeout` seconds.
             BusyError: another process serves this edge.
-            UnavailableError: this is a further replica of a stage.
+            UnavailableError: a further replica of a stage, for which `addresses` has no place.
             ClosedError: the connector is closed.
         """
         self._check_open()
-        self._check_replica()
         self.reap_consumed()
-        edge = StageEdge.of(from_stage, to_stage, put_key)
+        edge = self._sent_edge(from_stage, to_stage, put_key)
         with self._counting():
             link = self._links.sender(edge)
             try:
@@ -125,7 +124,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         with self._lock:
             self._receipts[from_stage, to_stage, put_key] = receipt
         self._count(puts=1, bytes_transferred=nbytes)
-        return True, nbytes, {"link": link.url, "size": nbytes}
+        return True, nbytes, {"link": link.url, "size": nbytes, REPLICA_KEY: edge.replica}
 
     def get(
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
@@ -134,8 +133,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
         The others share `settings.poll`: vLLM-Omni polls those of all its requests in turn.
         Returns the data and its size in bytes, or None if it has not arrived yet. A packed cache
-        is a `Buffer`, which the caller releases. `metadata` is ignored; the sender is found by its
-        edge's name.
+        is a `Buffer`, which the caller releases. The sender is found by its edge's name; of several
+        replicas, `metadata` may name one. Without, each that is served is asked.
 
         Raises:
             TransferFailed: the sender failed or aborted it.
@@ -148,7 +147,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         poll = self._pending.share(self.settings.poll)
         wait = self.settings.wait if edge.is_cache else poll
         deadline = time.monotonic() + wait
-        return self._get(edge, get_key, deadline, find=max(wait, MIN_CONNECT_SECONDS))
+        find = max(wait, MIN_CONNECT_SECONDS)
+        return self._get(edge, get_key, deadline, find=find, metadata=metadata)
 
     def get_with_deadline(
         self,
@@ -161,7 +161,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     ) -> tuple[Any, int] | None:
         """Do the same as `get`, until `deadline` on the clock of `time.monotonic`."""
         edge = StageEdge.of(from_stage, to_stage, get_key)
-        return self._get(edge, get_key, deadline, find=max(0.0, deadline - time.monotonic()))
+        find = max(0.0, deadline - time.monotonic())
+        return self._get(edge, get_key, deadline, find=find, metadata=metadata)
 
     def abandon_get(self, get_key: str) -> None:
         """Cancel a pending get; the payload goes to another receiver or expires."""
@@ -180,6 +181,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             return request_id in (key, edge.request_of(key))
 
         self._pending.cancel(is_named)
+        self._replicas.forget(request_id)
         with self._lock:
             entries = [
                 entry for entry in self._receipts if is_named(StageEdge.of(*entry), entry[2])
@@ -187,7 +189,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             receipts = [(entry, self._receipts.pop(entry)) for entry in entries]
         for entry, receipt in receipts:
             if not receipt.done:
-                link = self._links.sender(StageEdge.of(*entry))
+                link = self._links.sender(self._sent_edge(*entry))
                 link.abort(entry[2], "cleaned up by the engine")
 
     def reap_consumed(self) -> None:
@@ -222,13 +224,19 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             _thread.start_new_thread(_close, (self._pid, self._pending, self._links))
 
     def _get(
-        self, edge: StageEdge, key: str, deadline: float, *, find: float
+        self,
+        edge: StageEdge,
+        key: str,
+        deadline: float,
+        *,
+        find: float,
+        metadata: Mapping[str, Any] | None,
     ) -> tuple[Any, int] | None:
         """Connect within `find` seconds, and wait for the payload until the deadline."""
         self._check_open()
         with self._counting():
             try:
-                received = self._receive(edge, key, deadline, find)
+                received = self._receive(edge, key, deadline, find, metadata)
             except TransferTimeout:
                 self._count(timeouts=1)
                 return None
@@ -236,16 +244,55 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         self._count(gets=1, bytes_transferred=result[1])
         return result
 
-    def _receive(self, edge: StageEdge, key: str, deadline: float, find: float) -> Received:
-        link = self._links.receiver(edge, timeout=find)
+    def _receive(
+        self,
+        edge: StageEdge,
+        key: str,
+        deadline: float,
+        find: float,
+        metadata: Mapping[str, Any] | None,
+    ) -> Received:
+        """Wait for a payload that one of the sender's replicas has."""
+        links = self._links_to(self._replicas.edges(edge, key, metadata), find)
+        sender = self._replicas.likely(edge, metadata)
+
+        def lost(replica: StageEdge, link: KVConsumer, error: PeerLostError) -> None:
+            self._links.close_receiver(replica, link)
+            if replica == sender:
+                raise error
+
         seconds = max(0.0, deadline - time.monotonic())
-        try:
-            if edge.is_cache:
+        if edge.is_cache and len(links) == 1:
+            [(replica, link)] = links.items()
+            try:
                 return link.get(key, timeout=seconds)
-            return self._pending.get(link, edge, key, timeout=seconds)
-        except PeerLostError:
-            self._links.close_receiver(edge, link)
-            raise
+            except PeerLostError as error:
+                lost(replica, link, error)
+                raise
+        source, received = self._pending.get(links, edge, key, timeout=seconds, lost=lost)
+        if len(links) > 1:
+            self._replicas.remember(source, key)
+        return received
+
+    def _links_to(self, edges: list[StageEdge], find: float) -> dict[StageEdge, KVConsumer]:
+        """The links to these replicas; of several, to those that are there now.
+
+        Raises:
+            TransferTimeout: there is none.
+        """
+        if len(edges) == 1:
+            return {edges[0]: self._links.receiver(edges[0], timeout=find)}
+        links = {}
+        for edge in edges:
+            with contextlib.suppress(TransferTimeout):  # it has ended meanwhile
+                links[edge] = self._links.receiver(edge, timeout=MIN_CONNECT_SECONDS)
+        if not links:
+            raise TransferTimeout("no replica of the sender is served", phase="connecting")
+        return links
+
+    def _sent_edge(self, from_stage: str, to_stage: str, key: str) -> StageEdge:
+        """The edge of this replica of the sending stage."""
+        return StageEdge.of(from_stage, to_stage, key)._replace(replica=self._replica)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
@@ -258,15 +305,6 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     def _count(self, **increments: int) -> None:
         with self._lock:
             self._counters.update(increments)
-
-    def _check_replica(self) -> None:
-        """Refuse to send from any but the first replica of a stage."""
-        if replica := get_omni_replica_id():
-            raise UnavailableError(
-                f"replica {replica} of stage {self.stage_id} would send: receivers find a sender "
-                "by its stage's name, and cannot tell replicas apart; set num_replicas: 1 for each "
-                "stage that sends (one that only receives may have several)"
-            )
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -105,9 +105,10 @@ class Links:
 
     def _serve(self, edge: StageEdge) -> KVProducer:
         link = KVLink.serve(edge.url(self._settings), **self._settings.of_sender)
-        if path := edge.url_file(self._settings):
+        if path := edge.announcement(self._settings):
+            users = self._settings.of_sender.get("allow_uids", ())
             try:
-                self._announcements.append(Announcement(path, link.url))
+                self._announcements.append(Announcement(path, link.url, users))
             except BaseException:
                 link.close()
                 raise

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import TransferTimeout
-from omni_kvlink.lowlevel import LazyEvent, PendingGet, begin_get, open_delivery
+from omni_kvlink.integrations.vllm_omni.polled_get import PolledGet
+from omni_kvlink.lowlevel import open_delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from omni_kvlink import KVConsumer, Received
+    from omni_kvlink.integrations.vllm_omni.polled_get import Lost
     from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 
 STALE_SECONDS = 5.0
 """Seconds after its last poll until a pending get is cancelled."""
-MIN_WAIT = 0.0002
-"""Seconds; to wait less takes longer than to look."""
-
-
-class PolledGet(NamedTuple):
-    """A pending get, an event that is set when it is done, and when it was last polled."""
-
-    pending: PendingGet
-    done: LazyEvent
-    polled: float
 
 
 class PendingGets:
@@ -41,36 +33,45 @@ class PendingGets:
         """The share of each pending get, polled in turn, if all together may wait so long."""
         return seconds / max(1, len(self._gets))
 
-    def get(self, link: KVConsumer, edge: StageEdge, key: str, *, timeout: float) -> Received:
+    def get(
+        self,
+        links: Mapping[StageEdge, KVConsumer],
+        edge: StageEdge,
+        key: str,
+        *,
+        timeout: float,
+        lost: Lost,
+    ) -> tuple[StageEdge, Received]:
         """Do the same as `KVConsumer.get`, but keep the request pending after a timeout.
+
+        `links` are those to the replicas of the sender, of which one has the payload; they may be
+        others at the next call. Returns the replica's edge, too. `lost` may raise: see `PolledGet`.
 
         Raises:
             TransferTimeout: the payload has not arrived yet.
+            PeerLostError: the last of the replicas is gone.
         """
-        started = time.perf_counter()
+        started, deadline = time.perf_counter(), time.monotonic() + timeout
         self.cancel_stale()
         with self._lock:
-            kept = self._gets.pop((edge, key), None)
-        if kept is None:
-            done = LazyEvent()
-            kept = PolledGet(begin_get(link, key, timeout=timeout), done, started)
-            kept.pending.add_done_callback(lambda _: done.set())
-        pending = kept.pending
+            get = self._gets.pop((edge, key), None) or PolledGet()
         try:
-            if timeout >= MIN_WAIT and not pending.is_done:
-                kept.done.wait(timeout)
+            is_alone = len(links) == 1  # else none is waited for to come back
+            get.request(links, key, timeout=timeout if is_alone else 0.0, lost=lost)
+            found = get.wait(deadline, lost)
         except BaseException:
-            pending.cancel()
+            get.cancel()
             raise
-        if not pending.is_done:
-            polled = kept._replace(polled=time.monotonic())
-            with self._lock:
-                kept = self._gets.setdefault((edge, key), polled)
-            if kept is not polled:  # another thread began one, too
-                pending.cancel()
-            text = f"no payload {key!r} yet"
-            raise TransferTimeout(text, key=key, waited=timeout, phase="requested")
-        return open_delivery(link, pending.wait(timeout=0.0), started=started, verify="auto")
+        if found is not None:
+            source, link, delivery = found
+            return source, open_delivery(link, delivery, started=started, verify="auto")
+        get.polled = time.monotonic()
+        with self._lock:
+            kept = self._gets.setdefault((edge, key), get)
+        if kept is not get:  # another thread began one, too
+            get.cancel()
+        text = f"no payload {key!r} yet"
+        raise TransferTimeout(text, key=key, waited=timeout, phase="requested")
 
     def cancel(self, matches: Callable[[StageEdge, str], bool] = lambda edge, key: True) -> None:
         """Cancel the gets whose edge and key match, or all; their payloads go to others."""
@@ -92,4 +93,4 @@ class PendingGets:
             with self._lock:
                 get = self._gets.pop(name, None)
             if get is not None:
-                get.pending.cancel()
+                get.cancel()

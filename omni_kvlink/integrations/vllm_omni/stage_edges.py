@@ -10,7 +10,13 @@ import time
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout, format_seconds
+from omni_kvlink.errors import (
+    BusyError,
+    SchemaError,
+    TransferTimeout,
+    UnavailableError,
+    format_seconds,
+)
 from omni_kvlink.lowlevel import (
     LockFile,
     WakeupFifo,
@@ -21,17 +27,23 @@ from omni_kvlink.lowlevel import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
+
+REPLICA = ".replica"
+"""What is between an edge's name and the number of a further replica."""
 
 _open: weakref.WeakSet[Announcement] = weakref.WeakSet()
 
 
 class StageEdge(NamedTuple):
-    """One link between two stages."""
+    """One link between two stages; each replica of the sending one serves a link of its own."""
 
     from_stage: str
     to_stage: str
     channel: str  # "kv0", "kv1" … for the KV caches of the sender's ranks, "data" for all else
+    replica: int = 0  # of the sending stage
 
     @classmethod
     def of(cls, from_stage: str, to_stage: str, key: str) -> StageEdge:
@@ -56,15 +68,22 @@ class StageEdge(NamedTuple):
         """Whether the edge carries KV caches."""
         return self.channel != "data"
 
+    @property
+    def rank(self) -> int:
+        """The sender's rank, 0 for what has none."""
+        return int(self.channel.removeprefix("kv")) if self.is_cache else 0
+
     def name(self, settings: OmniSettings) -> str:
         """The edge's name, unique in a deployment."""
-        return f"{settings.name}.{self.from_stage}-{self.to_stage}.{self.channel}"
+        name = f"{settings.name}.{self.from_stage}-{self.to_stage}.{self.channel}"
+        return f"{name}{REPLICA}{self.replica}" if self.replica else name
 
     def url(self, settings: OmniSettings) -> str:
         """The URL that the sender serves.
 
         Raises:
             SchemaError: `addresses` has no entry for this channel.
+            UnavailableError: it has one, and this is a further replica.
         """
         if settings.transport == "shm":
             return f"shm://{self.name(settings)}"
@@ -77,12 +96,36 @@ class StageEdge(NamedTuple):
                 f"addresses has {', '.join(settings.addresses)}, but not {self.channel!r}, "
                 f"which stage {self.from_stage} needs to send to stage {self.to_stage}"
             )
+        if self.replica:
+            raise UnavailableError(
+                f"replica {self.replica} of stage {self.from_stage} would send from the address of "
+                "replica 0: leave addresses out, which replicas on one machine do not need, or set "
+                "num_replicas: 1"
+            )
         return f"{settings.transport}://{settings.addresses[self.channel]}"
 
     def url_file(self, settings: OmniSettings) -> str:
         """The file in which a sender announces a URL whose port the system chooses, or ""."""
         is_announced = settings.transport in ("zmq+tcp", "ucx") and not settings.addresses
         return self._file(settings, "url") if is_announced else ""
+
+    def announcement(self, settings: OmniSettings) -> str:
+        """The file by which receivers know that the edge is served, or "" with `addresses`."""
+        return "" if settings.addresses else self._file(settings, "url")
+
+    def served(self, settings: OmniSettings) -> list[StageEdge]:
+        """The edges of all replicas that are served now, in their order."""
+        if not (first := self._replace(replica=0).announcement(settings)):
+            return []
+        directory, name = os.path.split(first)
+        stem, replicas = name.removesuffix(".url"), {0}
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as files:
+            for file in files:
+                match = re.fullmatch(rf"{re.escape(stem + REPLICA)}(\d+)\.url", file.name)
+                if match:
+                    replicas.add(int(match[1]))
+        edges = [self._replace(replica=number) for number in sorted(replicas)]
+        return [edge for edge in edges if announced(edge.announcement(settings))]
 
     def _file(self, settings: OmniSettings, suffix: str) -> str:
         directory = settings.of_sender.get("directory") or default_directory()
@@ -92,12 +135,14 @@ class StageEdge(NamedTuple):
 class Announcement:
     """A link's URL in a private file; it is valid while its writer holds a lock on the file.
 
+    `allow_uids` are the other users who may read it, in a directory of their group.
+
     Raises:
         BusyError: another live sender has announced this name.
     """
 
-    def __init__(self, path: str, url: str):
-        check_private(os.path.dirname(path))
+    def __init__(self, path: str, url: str, allow_uids: Collection[int] = ()):
+        check_private(os.path.dirname(path), allow_uids=allow_uids)
         draft = f"{path}.{os.getpid()}"
         self._path, self._fd = path, -1
         try:
@@ -107,6 +152,8 @@ class Announcement:
             raise BusyError(text) from None
         try:
             self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            if allow_uids:
+                os.fchmod(self._fd, 0o640)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.write(self._fd, url.encode())
             os.rename(draft, path)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# Reaches into _open: whether blocks are still read is what vLLM must not have to know.
+# Reaches into _end, _open: whether blocks are still read is what vLLM must not have to know.
 
 
 pytestmark = [
@@ -189,6 +189,38 @@ def test_blocks_that_are_freed(
     consumer.run_until_loaded()
     if reason == "preempted":  # else the consumer may have been told first
         check_loaded(consumer, sent)
+
+
+@FAKE
+def test_a_sleep_waits_for_copies(
+    worker: Callable[..., PoolWorker], device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pools' memory is discarded when no copy reads it any more; then it is used again."""
+    producer, consumer = worker("producer"), worker("consumer")
+    sent, saver, end = bytes_like(producer, 1), saver_of(producer.worker), Saver._end
+    consumer.forward(load())
+    device.hold(True)
+    producer.forward(save(), sent, SENT)
+    assert saver._open
+
+    def ended(self: Saver, names: list[tuple[str, str]]) -> None:
+        device.hold(False)
+        end(self, names)
+
+    monkeypatch.setattr(Saver, "_end", ended)
+    producer.worker.unregister_kv_caches()
+    assert not saver._open
+    for layer in LAYERS:
+        producer.bytes_of(layer).zero_()
+    consumer.run_until_loaded()
+    check_loaded(consumer, sent)
+    producer.worker.restore_kv_caches()
+    again = bytes_like(producer, 2)
+    producer.forward(save(request_id="s", key="again"), again, SENT)
+    consumer.forward(load(request_id="s", key="again"))
+    device.run(ENGINE)
+    consumer.run_until_loaded("s")
+    check_loaded(consumer, again)
 
 
 @FAKE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -17,16 +18,29 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
 
     from omni_kvlink.integrations.vllm.settings import VllmSettings
 
-    texts = [one.text for one in blocks("docs/vllm.md") if "vllm serve" in one.first]
+    starts = ("vllm serve", "python -m dynamo.vllm")
+    texts = [one.text for one in blocks("docs/vllm.md") if one.first.startswith(starts)]
     argv = [word for text in texts for word in shlex.split(text)]
     found = [json.loads(argv[n + 1]) for n, w in enumerate(argv) if w == "--kv-transfer-config"]
+    made: list[tuple[str, Any]] = []
     assert found[2]["kv_connector"] == "MultiConnector"
     assert KVTransferConfig(**found[2])
     found[2] = found[2]["kv_connector_extra_config"]["connectors"][0]
     pair = ("kv_producer", "kv_consumer")
-    for values, role in zip(found, (*pair, "kv_both", *pair, *pair), strict=True):
+    for values, role in zip(found, (*pair, "kv_both", *pair * 4), strict=True):
         config = KVTransferConfig(**values)
         assert (config.kv_connector, config.kv_role) == ("OmniKVLinkConnector", role)
         is_producer, is_consumer = config.is_kv_producer, config.is_kv_consumer
         extra = config.kv_connector_extra_config
-        assert VllmSettings.of(extra, produces=is_producer, consumes=is_consumer)
+        settings = VllmSettings.of(extra, produces=is_producer, consumes=is_consumer)
+        made.append((role, settings))
+    check_containers(made[7:9])
+
+
+def check_containers(made: list[tuple[str, Any]]) -> None:
+    """Each side allows the other's user, and neither takes another path."""
+    (_, producer), (_, consumer) = made
+    assert producer.serve["allow_uids"] == (1001,)
+    assert consumer.connect["allow_uids"] == (1000,)
+    for options in (producer.serve, consumer.connect):
+        assert (options["directory"], options["require"]) == ("/run/kvlink", ("shm",))

@@ -7,11 +7,16 @@ import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from support.vllm.engine_process import BLOCK, PATIENCE, EngineProcess, prompt, transfer
+from support.vllm.plugin import GROUP, python_path
+from support.vllm.plugin import installed as installed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.skipif(
@@ -19,26 +24,6 @@ pytestmark = [
     ),
     pytest.mark.timeout(900),
 ]
-
-ROOT = Path(__file__).resolve().parents[3]
-GROUP = "vllm.general_plugins"
-
-
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A folder with the entry points of pyproject.toml, as an installation has them."""
-    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [f"{name} = {value}" for name, value in project["entry-points"][GROUP].items()]
-    info = tmp_path / "omni_kvlink-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: omni-kvlink\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
-    return tmp_path
-
-
-def python_path(installed: Path) -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])}
 
 
 def test_any_process_knows_the_connector(installed: Path) -> None:

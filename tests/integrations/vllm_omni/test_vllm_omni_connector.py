@@ -16,11 +16,11 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
@@ -32,12 +32,12 @@ from omni_kvlink import (
     SchemaError,
     TransferFailed,
     TransferTimeout,
-    UnavailableError,
 )
 from omni_kvlink.integrations.vllm_omni import register
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
-from omni_kvlink.lowlevel import LazyEvent
+from omni_kvlink.lowlevel import LazyEvent, Options
 from omni_kvlink.testing.rig import until
 from support.link.ends import end_of
 from support.vllm_omni.stage import NAME
@@ -359,38 +359,6 @@ def test_the_request_of_a_key(request_id: str) -> None:
     assert edge.request_of(request_id) == request_id
 
 
-def test_a_further_replica_does_not_send(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused at its start, or, where it receives, too, with its first put."""
-    section = {"kvlink": {"name": "replicas", "options": {"directory": sockets}}, "stage_id": 0}
-    with VllmOmniConnector({**section, "role": "sender"}) as first:
-        first.put(*EDGE, "r_0_0", 1)
-        monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", "1")
-        with pytest.raises(UnavailableError, match=r"replica 1 of stage 0 .* set num_replicas: 1"):
-            VllmOmniConnector({**section, "role": "sender"})
-        with VllmOmniConnector({**section, "role": "receiver"}) as second:
-            assert polled(second, "r_0_0") == 1
-            with pytest.raises(UnavailableError, match="set num_replicas: 1"):
-                second.put("1", "2", "r_1_0", 1)
-
-
-def test_a_stage_with_a_further_sending_replica_does_not_start(
-    sockets: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As vLLM-Omni's model runner makes its connector, from the edge's configuration."""
-    from vllm_omni.worker.omni_connector_model_runner_mixin import OmniConnectorModelRunnerMixin
-
-    register()
-    # vLLM-Omni's runners call it; it has no public name.
-    create = OmniConnectorModelRunnerMixin._create_connector
-    extra = {"kvlink": {"options": {"directory": sockets}}, "role": "sender"}
-    config = SimpleNamespace(stage_id=0, stage_connector_config={"name": NAME, "extra": extra})
-    create(config).close()
-    monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", "1")
-    with pytest.raises(RuntimeError, match="Failed to create connector") as raised:
-        create(config)
-    assert "set num_replicas: 1" in str(raised.value.__cause__)
-
-
 def test_a_key_is_not_put_twice(ends: tuple[Any, Any]) -> None:
     sender, reader = ends
     sender.put(*EDGE, CACHE, packed(3))
@@ -497,6 +465,17 @@ def deploy_file_of_the_page() -> str:
     code = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert code
     return code[1]
+
+
+def test_the_configuration_for_containers() -> None:
+    """Each side of the page's lines allows the other's user, and takes no other path."""
+    page = (ROOT / "docs" / "vllm_omni.md").read_text()
+    _, text = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    extra = yaml.safe_load(text)["connectors"]["kv"]["extra"]
+    settings = OmniSettings.of(extra)
+    for options, user in ((settings.of_sender, 1001), (settings.of_receiver, 1000)):
+        assert Options(**options).allow_uids == (user,)
+        assert (options["directory"], Options(**options).require) == ("/run/kvlink", ("shm",))
 
 
 @pytest.mark.parametrize("text", [deploy_file_of_the_page, deploy_file_of_the_guide])

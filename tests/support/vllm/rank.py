@@ -56,7 +56,8 @@ class SteppedRank:
         self.connector: Any = KVConnectorFactory.create_connector(config, role, self.cache_config)
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = dict(self._layers)
-        self.connector.register_kv_caches({name: self._layers[name].pool for name in self._tables})
+        self.pools = {name: self._layers[name].pool for name in self._tables}
+        self.connector.register_kv_caches(self.pools)
         self.wrong: set[str] = set()  # requests that read other than they or theirs had written
         self._config, self._drafts = config, drafts
         self._is_last = index // tp_size == pp_size - 1  # the stage that drafts

@@ -77,9 +77,11 @@ class Puppet:
         tp: tuple[int, int] = (1, 1),
         rank: int = 0,
         type: str = NAME,
+        replica: int = 0,
     ) -> bool:
         """A manager of stage 0 that sends to stage 1, or of stage 1 that receives."""
         os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["VLLM_OMNI_REPLICA_ID"] = str(replica)  # as vLLM-Omni's stage process sets it
         config = self._module.OmniKVCacheConfig(
             connector_config={"type": type, "role": role, "kvlink": kvlink},
             from_stage="0",
@@ -112,10 +114,10 @@ class Puppet:
                 part.zero_()
         return started
 
-    def receive(self, *, request: str) -> dict[str, Any]:
+    def receive(self, *, request: str, sender_info: Any = None) -> dict[str, Any]:
         """What the manager gave: fingerprints, or None, and when."""
-        started = time.monotonic()
-        data, nbytes = self._managers["receiver"].receive_kv_cache_for_request(request)
+        started, manager = time.monotonic(), self._managers["receiver"]
+        data, nbytes = manager.receive_kv_cache_for_request(request, sender_info=sender_info)
         there = time.monotonic()
         answer: dict[str, Any] = {"took": there - started, "there": there, "nbytes": nbytes}
         if data is None:
@@ -127,11 +129,18 @@ class Puppet:
         rest = {name: data[name] for name in ("request_id", "block_ids", "metadata")}
         return {**answer, **rest, "layers": layers}
 
-    def get(self, *, key: str, timeout: float) -> str:
+    def put(self, *, key: str, data: Any) -> Any:
+        """Straight to the connector; the metadata that it gives."""
+        return self._managers["sender"].connector.put("0", "1", key, data)[2]
+
+    def cleanup(self, *, role: str, request: str) -> None:
+        self._managers[role].connector.cleanup(request)
+
+    def get(self, *, key: str, timeout: float, metadata: Any = None) -> str:
         """Straight from the connector; the error in words, or what came."""
-        connector = self._managers["receiver"].connector
+        connector, deadline = self._managers["receiver"].connector, time.monotonic() + timeout
         try:
-            found = connector.get_with_deadline("0", "1", key, deadline=time.monotonic() + timeout)
+            found = connector.get_with_deadline("0", "1", key, metadata, deadline=deadline)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return repr(found)
