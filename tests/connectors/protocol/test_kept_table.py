@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
-from typing import TYPE_CHECKING
-
 import pytest
 
 from omni_kvlink import DuplicateKeyError
-from omni_kvlink.connectors.protocol import kept_table, transfer, transfer_table
 from omni_kvlink.connectors.protocol.kept_table import OTHER_IDENTITY
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Failed,
     Offer,
-    Outcome,
     Status,
 )
 from omni_kvlink.connectors.protocol.transfer_table import MISSING
 from omni_kvlink.kept import CacheIdentity
 from support.connectors.transfer_tables import HERE, Bench, offer, state_of
-from support.processes.line_interrupts import interrupted
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-TRACED = kept_table.__file__, transfer.__file__, transfer_table.__file__
-
-# Reaches into _live, _kept, _idle, _names, _tombstones, _expiring: what a table remembers is bounded.
+# Reaches into _kept, _idle, _names, _tombstones, _expiring: what a table remembers is bounded.
 
 
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
-
-
-def evicted(bench: Bench) -> list[str]:
-    """Evict all that can be; return their keys in this order."""
-    before = len(bench.freed)
-    while bench.transfers.evict():
-        pass
-    assert all(state_of(each) == "evicted" for each in bench.freed[before:])
-    return [each.key for each in bench.freed[before:]]
-
-
-def check_empty(bench: Bench) -> None:
-    """Nothing is live, leased, waited for, pinned or kept, and nothing can be evicted."""
-    stats = bench.transfers.stats()
-    names = ("live", "leased", "waiting", "pinned", "kept")
-    assert {name: stats[name] for name in names} == dict.fromkeys(names, 0)
-    assert not bench.transfers.evict()
-    assert bench.taken == 0
 
 
 # The states
@@ -71,7 +41,7 @@ def test_any_number_of_readers_at_once_and_one_after_the_other(bench: Bench) -> 
     assert bench.transfers.stats()["kept"] == 1
     assert bench.freed == []
     assert bench.transfers.withdraw("k")
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_gets_that_waited_are_all_offered_it(bench: Bench) -> None:
@@ -104,7 +74,7 @@ def test_a_withdrawn_payload_is_its_readers_until_they_release_it(
     assert bench.offers() == [("b", offer(1, again))]
     bench.release("b", 1, again)
     assert bench.transfers.withdraw("k")
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_a_get_that_waits_is_told_that_the_payload_was_evicted(bench: Bench) -> None:
@@ -118,7 +88,7 @@ def test_a_get_that_waits_is_told_that_the_payload_was_evicted(bench: Bench) -> 
     assert state_of(kept) == "evicted"
     assert kept.reason == status.phase
     bench.transfers.cancel_gets("a")
-    check_empty(bench)
+    bench.check_empty()
 
 
 @pytest.mark.parametrize("how", ["unread", "cancel", "lost"])
@@ -133,8 +103,8 @@ def test_a_reader_that_leaves_it_unread_changes_nothing(bench: Bench, how: str) 
         bench.transfers.on_peer_lost("a")
     assert state_of(kept) == "committed"
     assert (kept.unclaimed, kept.lost_readers) == (1, 1)
-    assert evicted(bench) == ["k"]
-    check_empty(bench)
+    assert bench.evicted() == ["k"]
+    bench.check_empty()
 
 
 def test_a_reader_that_rejects_it_fails_it_for_all(bench: Bench) -> None:
@@ -148,7 +118,7 @@ def test_a_reader_that_rejects_it_fails_it_for_all(bench: Bench) -> None:
     assert bench.freed == []
     bench.release("b", 1, kept)
     assert bench.freed == [kept]
-    check_empty(bench)
+    bench.check_empty()
 
 
 @pytest.mark.parametrize("how", ["fail", "abort", "close"])
@@ -161,7 +131,7 @@ def test_it_ends_as_any_payload_does(bench: Bench, how: str) -> None:
     else:
         bench.transfers.close("the link was closed")
     assert state_of(kept) == "failed"
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_a_ttl_ends_it_also_while_it_is_read(bench: Bench) -> None:
@@ -223,8 +193,8 @@ def test_a_stream_that_is_kept_has_readers_before_and_after_its_commit(bench: Be
     for peer in "acd":
         bench.release(peer, 1, stream)
     assert state_of(stream) == "committed"
-    assert evicted(bench) == ["k"]
-    check_empty(bench)
+    assert bench.evicted() == ["k"]
+    bench.check_empty()
 
 
 def test_a_stream_without_readers_is_kept_at_its_commit(bench: Bench) -> None:
@@ -232,7 +202,7 @@ def test_a_stream_without_readers_is_kept_at_its_commit(bench: Bench) -> None:
     bench.transfers.begin_stream(stream, HERE, 7, None)
     bench.commit(stream)
     assert state_of(stream) == "committed"
-    assert evicted(bench) == ["k"]
+    assert bench.evicted() == ["k"]
 
 
 def test_a_kept_stream_that_is_given_up_is_not_kept(bench: Bench) -> None:
@@ -242,7 +212,7 @@ def test_a_kept_stream_that_is_given_up_is_not_kept(bench: Bench) -> None:
     bench.transfers.abort(stream, "the model failed")
     assert state_of(stream) == "failed"
     bench.release("a", 1, stream, "unread")
-    check_empty(bench)
+    bench.check_empty()
 
 
 # Which is evicted
@@ -251,16 +221,16 @@ def test_a_kept_stream_that_is_given_up_is_not_kept(bench: Bench) -> None:
 def test_the_first_that_was_put_is_evicted_first(bench: Bench) -> None:
     for key in "abcd":
         bench.keep(key)
-    assert evicted(bench) == [*"abcd"]
+    assert bench.evicted() == [*"abcd"]
     assert bench.transfers.stats()["evicted"] == 4
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_to_be_asked_for_is_to_be_used(bench: Bench) -> None:
     for key in "abcd":
         bench.keep(key)
     assert bench.contains("b", "x", "a") == (True, False, True)
-    assert evicted(bench) == [*"cdba"]
+    assert bench.evicted() == [*"cdba"]
 
 
 def test_to_be_released_is_to_be_used(bench: Bench) -> None:
@@ -269,7 +239,7 @@ def test_to_be_released_is_to_be_used(bench: Bench) -> None:
         bench.request("a", number, key)
     for number, key in ((1, "c"), (0, "a"), (2, "b")):
         bench.release("a", number, kept[key])
-    assert evicted(bench) == [*"dcab"]
+    assert bench.evicted() == [*"dcab"]
 
 
 def test_none_that_is_used_is_evicted(bench: Bench) -> None:
@@ -282,19 +252,19 @@ def test_none_that_is_used_is_evicted(bench: Bench) -> None:
     assert bench.transfers.on_disconnect("t")
     view = object()
     bench.transfers.lend(kept["c"], view)
-    assert evicted(bench) == ["d", "e"]
+    assert bench.evicted() == ["d", "e"]
     assert bench.contains(*"abc") == (True, True, True)
     bench.idle = 0
     bench.release("r", 1, kept["a"])
     assert bench.idle == 1
-    assert evicted(bench) == ["a"]
+    assert bench.evicted() == ["a"]
     bench.transfers.on_view_freed(kept["c"], view)
     assert bench.idle == 2
-    assert evicted(bench) == ["c"]
+    assert bench.evicted() == ["c"]
     bench.release("t", 1, kept["b"])
     assert bench.idle == 3
-    assert evicted(bench) == ["b"]
-    check_empty(bench)
+    assert bench.evicted() == ["b"]
+    bench.check_empty()
 
 
 def test_the_end_of_a_disconnected_reader_makes_its_payload_idle(bench: Bench) -> None:
@@ -311,8 +281,8 @@ def test_the_end_of_a_disconnected_reader_makes_its_payload_idle(bench: Bench) -
     assert not bench.idle
     bench.transfers.on_peer_lost("a")
     assert bench.idle
-    assert evicted(bench) == ["k"]
-    check_empty(bench)
+    assert bench.evicted() == ["k"]
+    bench.check_empty()
 
 
 def test_a_withdrawn_payload_of_a_disconnected_reader_is_freed_at_its_end(bench: Bench) -> None:
@@ -323,7 +293,7 @@ def test_a_withdrawn_payload_of_a_disconnected_reader_is_freed_at_its_end(bench:
     assert bench.freed == []
     bench.transfers.on_peer_lost("a")
     assert bench.freed == [kept]
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_a_view_outlives_what_was_withdrawn(bench: Bench) -> None:
@@ -333,7 +303,7 @@ def test_a_view_outlives_what_was_withdrawn(bench: Bench) -> None:
     assert bench.freed == []
     bench.transfers.on_view_freed(kept, view)
     assert bench.freed == [kept]
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_each_payload_that_is_kept_tells_that_it_is_idle(bench: Bench) -> None:
@@ -395,7 +365,7 @@ def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
     assert isinstance(expired, Failed)
     assert expired.ending == "expired"
     assert bench.transfers.stats()["missed"] == 8
-    check_empty(bench)
+    bench.check_empty()
 
 
 def test_a_miss_of_another_identity_is_counted_until_the_last_of_its_name_has_ended(
@@ -435,129 +405,3 @@ def test_what_is_remembered_of_them_is_bounded(bench: Bench) -> None:
     assert sizes == (10, 10, 10, 10)
     assert len(bench.transfers._tombstones.delivered) <= 4096
     assert len(bench.transfers._expiring) < 200
-
-
-# Interrupts
-
-
-def run_interrupted(prepare: Callable[[Bench], Callable[[], object]]) -> list[Bench]:
-    """Interrupt a call at each of its lines; return the bench of each time."""
-    benches = []
-    for number in itertools.count():
-        bench = Bench()
-        call = prepare(bench)
-        was_interrupted = interrupted(number, call, [], traced=TRACED)
-        benches.append(bench)
-        if not was_interrupted:
-            return benches
-    raise AssertionError
-
-
-def check_usable(bench: Bench, key: str = "k") -> None:
-    """A payload can be got, released and withdrawn or evicted, and nothing is left."""
-    kept = bench.transfers._live[key]
-    bench.sent_messages()
-    bench.request("z", 99, key, waits=False)
-    assert bench.offers() == [("z", offer(99, kept))]
-    assert not bench.transfers.evict()
-    bench.release("z", 99, kept)
-    assert state_of(kept) == "committed"
-    if len(bench.freed) % 2:
-        assert bench.transfers.withdraw(key)
-    else:
-        assert evicted(bench) == [key]
-    check_empty(bench)
-
-
-@pytest.mark.parametrize("is_reserved", [False, True])
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_a_commit_interrupted_at_each_line(is_reserved: bool, is_awaited: bool) -> None:
-    def prepare(bench: Bench) -> Callable[[], object]:
-        if is_awaited:
-            bench.request("a", 1, "k")
-        kept = bench.make("k")
-        if is_reserved:
-            bench.transfers.reserve([kept])
-        return partial(bench.commit, kept)
-
-    benches = run_interrupted(prepare)
-    assert len(benches) > 15
-    committed = 0
-    for bench in benches:
-        [kept] = bench.made
-        bench.transfers.abort(kept)  # as its owner does
-        if is_awaited:
-            bench.transfers.on_cancel("a", 1)
-        if kept.is_committed:
-            committed += 1
-            check_usable(bench)
-        else:
-            check_empty(bench)
-            bench.keep("k")
-            check_usable(bench)
-    assert committed > 5
-
-
-@pytest.mark.parametrize("outcome", ["read", "unread"])
-@pytest.mark.parametrize("is_repeated", [False, True])
-def test_a_release_interrupted_at_each_line(outcome: Outcome, is_repeated: bool) -> None:
-    def prepare(bench: Bench) -> Callable[[], object]:
-        kept = bench.keep("k")
-        bench.request("a", 1, "k")
-        return partial(bench.release, "a", 1, kept, outcome)
-
-    benches = run_interrupted(prepare)
-    assert len(benches) > 10
-    for bench in benches:
-        if is_repeated:
-            bench.release("a", 1, bench.made[0], outcome)
-        bench.transfers.on_peer_lost("a")
-        check_usable(bench)
-
-
-@pytest.mark.parametrize("is_leased", [False, True])
-def test_a_withdrawal_interrupted_at_each_line(is_leased: bool) -> None:
-    """The payload is kept still, or it has ended, and its key can be kept again."""
-
-    def prepare(bench: Bench) -> Callable[[], object]:
-        kept = bench.keep("k")
-        bench.request("b", 1, "other")
-        if is_leased:
-            bench.request("a", 1, "k")
-        return partial(bench.transfers.withdraw, kept.key)
-
-    benches, states = run_interrupted(prepare), set[str]()
-    assert len(benches) > 15
-    for bench in benches:
-        [kept] = bench.made
-        states.add(state_of(kept))
-        if is_leased:
-            assert bench.taken == 1
-            bench.release("a", 1, kept)
-        bench.transfers.cancel_gets("b")
-        if kept.is_done:
-            assert bench.transfers.stats()["withdrawn"] == 1
-            check_empty(bench)
-            bench.keep("k")
-        check_usable(bench)
-    assert states == {"leased" if is_leased else "committed", "withdrawn"}
-
-
-def test_an_eviction_interrupted_at_each_line() -> None:
-    """The payload is kept still, or it has ended, and its key can be kept again."""
-
-    def prepare(bench: Bench) -> Callable[[], object]:
-        bench.keep("k")
-        return bench.transfers.evict
-
-    benches, states = run_interrupted(prepare), set[str]()
-    assert len(benches) > 15
-    for bench in benches:
-        [kept] = bench.made
-        states.add(state_of(kept))
-        if kept.is_done:
-            assert bench.transfers.stats()["evicted"] == 1
-            check_empty(bench)
-            bench.keep("k")
-        check_usable(bench)
-    assert states == {"committed", "evicted"}

@@ -97,6 +97,22 @@ class Bench:
         sent, self._sent = self._sent, []
         return sent
 
+    def evicted(self) -> list[str]:
+        """Evict all that can be; return their keys in this order."""
+        before = len(self.freed)
+        while self.transfers.evict():
+            pass
+        assert all(state_of(each) == "evicted" for each in self.freed[before:])
+        return [each.key for each in self.freed[before:]]
+
+    def check_empty(self) -> None:
+        """Nothing is live, leased, waited for, pinned or kept, and nothing can be evicted."""
+        stats = self.transfers.stats()
+        names = ("live", "leased", "waiting", "pinned", "kept")
+        assert {name: stats[name] for name in names} == dict.fromkeys(names, 0)
+        assert not self.transfers.evict()
+        assert self.taken == 0
+
     def offers(self) -> list[tuple[str, Message]]:
         return [sent for sent in self.sent_messages() if isinstance(sent[1], Offer)]
 
