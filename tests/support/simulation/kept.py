@@ -23,7 +23,7 @@ def evict(producer: Producer) -> None:
     if producer.alive and producer.transfers.evict():
         assert chosen is not None
         assert chosen.state.value == "evicted"
-        assert not (chosen.leases or chosen.pins or chosen.views), "it was evicted while in use"
+        assert not (chosen.leases | chosen.pins | chosen.views), "it was evicted while in use"
 
 
 def withdraw(producer: Producer, key: str) -> None:
