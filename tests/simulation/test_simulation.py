@@ -16,6 +16,7 @@ import pytest
 from support.simulation.far import FarConsumer, FarProducer
 from support.simulation.far_growing import FarGrowingReader
 from support.simulation.growing_parties import GrowingReader, GrowingWriter
+from support.simulation.kept import KEPT_KEYS, OUTCOMES, evict, withdraw, withdraw_all
 from support.simulation.parties import Producer, SimConsumer
 from support.simulation.world import Clock
 
@@ -47,12 +48,15 @@ class Scenario:
         self.readers = [reader(self.clock, f"reader {n}", wild=self.wild) for n in range(3)]
 
     def run(self) -> None:
-        """Act fifty times in ten seconds, disconnect everybody, and check the final state."""
-        for _ in range(50):
+        """Act eighty times in ten seconds, disconnect everybody, and check the final state."""
+        for _ in range(80):
             self.clock.after(self.clock.chance.uniform(0, 10), self._act)
         self.clock.run(10.0)
         for reader in self.readers:
             reader.break_off()
+        self.clock.run(15.0)
+        for producer in self.producers:
+            withdraw_all(producer)
         self.clock.run(30.0)
         self._check()
 
@@ -73,6 +77,7 @@ class Scenario:
             "grow": (4, partial(GrowingWriter, producer, key, readers, ttl)),
             "read": (10, partial(grown_reader, reader, key, chance.uniform(0, 2))),
             "get": (14, partial(reader.get, key, chance.uniform(0, 2), streamed=streamed)),
+            **self._kept_actions(producer, reader),
             "fail": (1, partial(producer.fail, key)),
             "abort": (1, partial(reader.abort, key)),
             "reader dies": (1, reader.die),
@@ -82,6 +87,25 @@ class Scenario:
         name = chance.choices(list(actions), [weight for weight, _ in actions.values()])[0]
         self.clock.record(name, key, reader.name)
         actions[name][1]()
+
+    def _kept_actions(
+        self, producer: Producer, reader: SimConsumer
+    ) -> dict[str, tuple[int, Callable[[], object]]]:
+        """What is done with payloads that are kept."""
+        chance = self.clock.chance
+        key, ttl = chance.choice(KEPT_KEYS), chance.choice((2.0, float("inf")))
+        put = chance.choice((producer.put, producer.put_inline, producer.stream))
+        some = chance.sample(KEPT_KEYS, 2)
+        waits, streamed = chance.random() < 0.3, chance.random() < 0.5
+        get = partial(reader.get, key, 3.0, streamed=streamed, waits=waits)
+        return {
+            "keep": (6, partial(put, key, None, ttl)),
+            "keep many": (2, partial(producer.put_many, some, None, ttl)),
+            "get kept": (14, get),
+            "contains": (5, partial(reader.contains, key)),
+            "withdraw": (3, partial(withdraw, producer, key)),
+            "evict": (3, partial(evict, producer)),
+        }
 
     def _restart(self) -> None:
         self.producers[-1].die()
@@ -104,6 +128,7 @@ class Scenario:
                 assert producer.quota.stats()["mapped"] == 0, stats
                 assert (stats["live"], stats["waiting"], stats["pinned"]) == (0, 0, 0), stats
             assert stats["leased"] == 0, stats
+            assert stats["kept"] == 0 or not producer.alive, stats
 
 
 @pytest.mark.parametrize("parties", [NEAR, FAR], ids=["near", "far"])
@@ -123,9 +148,12 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
         for reader in scenario.readers:
             outcomes.update(reader.outcomes)
             lanes.update(getattr(reader, "lane_counters", {}))
+        for producer in scenario.producers:
+            stats = producer.transfers.stats()
+            outcomes.update({name: stats[name] for name in ("withdrawn", "evicted")})
     if not ONLY:
         names = ["read", "failed", "timed out", "stream failed", "inline", "grown", "left"]
-        names += ["was released"]
+        names += ["was released", *OUTCOMES]
         assert min(outcomes[name] for name in names) > 20  # each outcome occurred
         assert parties == NEAR or min(outcomes["begins later"], outcomes["late"]) > 2
         far = outcomes["resumed"], outcomes["kept_nbytes"], lanes["lost"], lanes["again_nbytes"]

@@ -263,7 +263,7 @@ class TransferTable:
         transfer = self._live.get(key)
         if transfer is None or not (transfer.is_kept and transfer.is_committed):
             return False
-        self._end(transfer, WITHDRAWN, _PHASES[WITHDRAWN], "closed")
+        self._end_kept(transfer, WITHDRAWN)
         return True
 
     def evict(self) -> bool:
@@ -271,7 +271,7 @@ class TransferTable:
         transfer = self.kept.find_least_recent()
         if transfer is None:
             return False
-        self._end(transfer, EVICTED, _PHASES[EVICTED], "closed")
+        self._end_kept(transfer, EVICTED)
         return True
 
     def close(self, reason: str) -> None:
@@ -671,6 +671,19 @@ class TransferTable:
             transfer.direct.release_tensors()
         transfer.finish(state, reason)
         self._free_if_unused(transfer)
+
+    def _end_kept(self, transfer: Transfer, state: TransferState) -> None:
+        """Withdraw or evict a payload."""
+        count = self.counters[state._value_]
+        try:
+            self._end(transfer, state, _PHASES[state], "closed")
+        except BaseException:  # an interrupt, at any line: nobody could end it any more
+            if transfer.state.is_final:
+                self._free_if_unused(transfer)
+            else:
+                self.counters[state._value_] = count
+                self._end(transfer, state, _PHASES[state], "closed")
+            raise
 
     def _free_if_unused(self, transfer: Transfer) -> None:
         is_used = transfer.leases or transfer.pins or transfer.has_writer or transfer.views

@@ -35,6 +35,7 @@ from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.memory.region import CallAtEnd, Region
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from support.simulation.growing_payloads import chunk_payload, end_payload, head_plan
+from support.simulation.kept import Question, outcome_of
 from support.simulation.lanes import SimLanes
 from support.simulation.parties import LAYERS, OpenGet, Producer, SimConsumer
 from support.simulation.world import Clock, Wire
@@ -58,7 +59,7 @@ def plan_of(key: str) -> Manifest:
     return blank.plan(digests=False)
 
 
-PLANS = {key: plan_of(key) for key in "abc"}
+PLANS = {key: plan_of(key) for key in "abcde"}
 
 
 def tensor_of(key: str, epoch: int, layer: int) -> bytes:
@@ -76,7 +77,7 @@ class FarProducer(Producer):
         self._nbytes: dict[int, int] = {}  # of the heads and chunks of append streams, by epoch
         super().__init__(clock)
 
-    def stream(self, key: str, readers: int, ttl: float) -> None:
+    def stream(self, key: str, readers: int | None, ttl: float) -> None:
         transfer = self.reserve(key)
         if transfer is None:
             return
@@ -86,7 +87,7 @@ class FarProducer(Producer):
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
-    def direct(self, key: str, readers: int, ttl: float) -> None:
+    def direct(self, key: str, readers: int | None, ttl: float) -> None:
         """Send from the caller's tensors, which are overwritten as soon as they may be modified."""
         transfer = self.reserve(key)
         if transfer is None:
@@ -481,13 +482,19 @@ class FarConsumer(SimConsumer):
             self.far.session.send(Abort(key, "no longer wanted"))
             self.far.session.fail(key, TransferFailed("aborted here", key=key, reason=""))
 
-    def get(self, key: str, timeout: float, *, streamed: bool) -> None:
+    def contains(self, key: str) -> None:
+        far = self.far
+        if far is not None and not far.session.is_closed:
+            Question(self, far.producer, far, far.session.get_table, key)
+
+    def get(self, key: str, timeout: float, *, streamed: bool, waits: bool = True) -> None:
         far = self.far
         if far is None or far.session.is_closed:
             return
         self.open += 1
-        [pending] = far.session.get_table.request([GetRequest(key, streamed)])
-        FarGet(self, GetRequest(key, streamed), pending, timeout)
+        request = GetRequest(key, streamed, waits=waits)
+        [pending] = far.session.get_table.request([request])
+        FarGet(self, request, pending, timeout)
 
 
 class FarGet(OpenGet):
@@ -540,6 +547,8 @@ class FarGet(OpenGet):
         elif not self._pending.future.done():
             phase = self._pending.phase
             self._reader.outcomes["was released"] += "and released" in phase
+            is_answered = self._pending.offer is not None
+            assert self._request.waits or is_answered, f"{self._key!r}: a get that does not wait"
             self._pending.cancel()
             self._finish("timed out")
 
@@ -552,7 +561,7 @@ class FarGet(OpenGet):
             return
         if error is not None:
             self._pending.drop_kept()
-            self._finish("failed")
+            self._finish(outcome_of(error))
             return
         offer: Offer = self._pending.answer.result()
         self._delivery = self._pending.wait(timeout=0.0)

@@ -13,6 +13,8 @@ from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
     Cancel,
+    Contained,
+    Contains,
     Get,
     Location,
     Message,
@@ -25,6 +27,7 @@ from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime.consumer import MappedGet
 from omni_kvlink.memory.arena import OUTSIDE, ArenaPool, Block
+from support.simulation.kept import Question, found_now, outcome_of
 from support.simulation.world import Clock, Memory, Wire
 
 if TYPE_CHECKING:
@@ -76,18 +79,20 @@ class Producer:
         self.reserved: list[Transfer] = []
         self.numbers: dict[int, int] = {}  # of each chunk of an append stream, by its epoch
         self.counts: dict[int, int] = {}  # chunks of each stream that was committed
+        # To each question of a peer what was true, once for each time that it came.
+        self.answers: dict[tuple[SimPeer, int], list[tuple[bool, ...]]] = {}
         self.inline_epochs: set[int] = set()  # of the payloads that travel in their offers
         self.alive = True
         self._tick()
 
-    def put(self, key: str, readers: int, ttl: float) -> None:
+    def put(self, key: str, readers: int | None, ttl: float) -> None:
         """Write for a while, then commit."""
         transfer = self.reserve(key)
         if transfer is not None:
             write = partial(self._write, transfer, readers, ttl)
             self.clock.soon(write, 0.3)
 
-    def put_inline(self, key: str, readers: int, ttl: float) -> None:
+    def put_inline(self, key: str, readers: int | None, ttl: float) -> None:
         """Put a payload that travels in its offers, with memory if the quota has no room."""
         if not self.alive:
             return
@@ -102,7 +107,7 @@ class Producer:
         self,
         key: str,
         payload: bytes,
-        readers: int,
+        readers: int | None,
         expires: float,
         stream: Transfer | None = None,
     ) -> Transfer | None:
@@ -120,7 +125,7 @@ class Producer:
         self.reserved.append(transfer)
         return transfer
 
-    def put_many(self, keys: Sequence[str], readers: int, ttl: float) -> None:
+    def put_many(self, keys: Sequence[str], readers: int | None, ttl: float) -> None:
         """Write several payloads for a while, then commit all of them, or none."""
         transfers = [Transfer(key) for key in keys]
         is_small = self.clock.chance.random() < 0.3
@@ -134,7 +139,7 @@ class Producer:
             self.allocate(transfer)
         self.clock.soon(partial(self._write_all, transfers, readers, ttl), 0.3)
 
-    def _put_all(self, keys: Sequence[str], readers: int, ttl: float) -> bool:
+    def _put_all(self, keys: Sequence[str], readers: int | None, ttl: float) -> bool:
         """Put several that travel in their offers; False if the quota has no room for all."""
         put = [
             Transfer(key, inline=self._inline_payload(key, epoch))
@@ -157,7 +162,7 @@ class Producer:
         """A payload that travels in its offers."""
         return inline_payload(key, epoch)
 
-    def stream(self, key: str, readers: int, ttl: float) -> None:
+    def stream(self, key: str, readers: int | None, ttl: float) -> None:
         """Write and announce layer by layer; fail amid the stream now and then."""
         transfer = self.reserve(key)
         if transfer is None:
@@ -166,7 +171,7 @@ class Producer:
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
-    def direct(self, key: str, readers: int, ttl: float) -> None:
+    def direct(self, key: str, readers: int | None, ttl: float) -> None:
         """With shared memory there are no direct puts: stream instead."""
         self.stream(key, readers, ttl)
 
@@ -196,6 +201,11 @@ class Producer:
             self.transfers.on_reject(
                 peer, message.get_id, message.epoch, message.reason, self.clock.now
             )
+        elif isinstance(message, Contains):
+            found = tuple([found_now(self, key) for key in message.keys])
+            self.answers.setdefault((peer, message.query), []).append(found)
+            answer = self.transfers.kept.contains(message.keys, self.clock.now)
+            self._send(peer, Contained(message.query, answer))
         elif isinstance(message, Abort):
             self.transfers.fail(message.key, message.reason, "aborted", self.clock.now)
 
@@ -215,7 +225,7 @@ class Producer:
         self.clock.record(f"  block {transfer.block[1]} for {transfer.key!r}, {transfer.epoch}")
         self.reserved.append(transfer)
 
-    def _write_all(self, transfers: Sequence[Transfer], readers: int, ttl: float) -> None:
+    def _write_all(self, transfers: Sequence[Transfer], readers: int | None, ttl: float) -> None:
         if not self.alive:
             return
         for transfer in transfers:
@@ -227,7 +237,7 @@ class Producer:
             for transfer in transfers:
                 self.transfers.abort(transfer)
 
-    def _write(self, transfer: Transfer, readers: int, ttl: float) -> None:
+    def _write(self, transfer: Transfer, readers: int | None, ttl: float) -> None:
         if not self.alive:
             return
         for layer in range(LAYERS):
@@ -276,7 +286,7 @@ class Producer:
     def end_growing(self, head: Transfer, count: int) -> None:
         """Write the end of an append stream. None here is read."""
 
-    def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
+    def _commit(self, transfer: Transfer, readers: int | None, ttl: float) -> None:
         self._write_header(transfer)
         try:
             location = self.location(transfer)
@@ -412,16 +422,23 @@ class SimConsumer:
             self.connection.to_producer.send(Abort(key, "no longer wanted"))
             self.connection.get_table.fail(key, TransferFailed("aborted here", key=key, reason=""))
 
-    def get(self, key: str, timeout: float, *, streamed: bool) -> None:
+    def contains(self, key: str) -> None:
+        """Ask whether a get would have a payload."""
+        connection = self.connection
+        if connection is not None and not connection.is_closed:
+            Question(self, connection.producer, connection, connection.get_table, key)
+
+    def get(self, key: str, timeout: float, *, streamed: bool, waits: bool = True) -> None:
         connection = self.connection
         if connection is None or connection.is_closed:
             return
         try:
-            [get] = connection.get_table.request([GetRequest(key, streamed)])
+            request = GetRequest(key, streamed, waits=waits)
+            [get] = connection.get_table.request([request])
         except PeerLostError:
             return
         self.open += 1
-        waiting = WaitingGet(self, connection, get)
+        waiting = WaitingGet(self, connection, get, waits=waits)
         get.answer.add_done_callback(lambda _: waiting.answered())
         self.clock.after(timeout, waiting.expire)
 
@@ -442,8 +459,9 @@ class OpenGet:
 class WaitingGet(OpenGet):
     """One get, and the checks of what it receives."""
 
-    def __init__(self, reader: SimConsumer, connection: Connection, get: MappedGet):
+    def __init__(self, reader: SimConsumer, connection: Connection, get: MappedGet, *, waits: bool):
         self._reader, self._connection, self._get = reader, connection, get
+        self._waits = waits
         self._key = get.key
         self._clock, self._is_over, self._turn = reader.clock, False, 0
         self._delivery: Delivery | None = None  # of a payload that came in its offer
@@ -451,12 +469,13 @@ class WaitingGet(OpenGet):
     def expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
         if not self._is_over and self._connection.get_table.cancel(self._get):
+            assert self._waits, f"{self._key!r} was awaited by a get that does not wait"
             self._reader.outcomes["was released"] += "and released" in self._get.phase
             self._finish("timed out")
 
     def answered(self) -> None:
         if self._get.answer.error is not None:
-            self._finish("failed")
+            self._finish(outcome_of(self._get.answer.error))
             return
         offer = self._get.answer.result()
         if offer.inline:
