@@ -24,17 +24,17 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the parser of the verb."""
     lines = (
         "kvlink store shm://store --budget 64GiB",
-        "kvlink store shm://store --budget 64GiB --directory /var/kv --directory-budget 1TiB",
-        "kvlink store zmq+tcp://10.0.0.1:7400?keys=store.secret&peers=readers "
-        "--budget 64GiB --writers 'zmq+tcp://10.0.0.*:*?keys=store.secret&peers=engine.public'",
+        "kvlink store shm://store --budget 64GiB --directory /var/kv",
+        "kvlink store zmq+tcp://127.0.0.1:7400 --writers 'zmq+tcp://10.0.0.*:*'",
     )
     about = "keep payloads for other processes, in memory and in files"
     parser = commands.add_parser("store", help=about, description=_ABOUT, epilog=examples(*lines))
     parser.set_defaults(perform=_store, grace=_DRAIN_SECONDS)
     add = parser.add_argument
     add("url", metavar="URL", help="where to serve; options follow a '?'")
-    budget_help = "memory of all payloads together, as 64GiB; the least recently used one goes"
-    add("--budget", metavar="SIZE", type=size, required=True, help=budget_help)
+    budget_help = """memory of all payloads together, as 64GiB; the least recently used one goes
+    (default: %(default)s)"""
+    add("--budget", metavar="SIZE", type=size, default="4GiB", help=budget_help)
     directory_help = "write each payload to a file here, too; made if there is none"
     add("--directory", metavar="DIR", help=directory_help)
     files_help = "bytes of all files together; the least recently used one goes (default: 1TiB)"

@@ -125,7 +125,7 @@ def test_two_stores_of_one_directory(root: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["shm://s"], "--budget"),
+        ([], "URL"),
         (["shm://s", "--budget", "much"], "much"),
         (["shm://s", "--budget", "1GB", "--writers", "nothing://*"], "no connector nothing"),
         (["shm://s", "--budget", "1GB", "--directory", "/proc/x"], "/proc/x"),

@@ -327,6 +327,15 @@ def test_foreign_files_stay(folder: Path) -> None:
     assert len(os.listdir(folder)) == 3
 
 
+def test_drafts_of_a_killed_process_are_removed(folder: Path) -> None:
+    PayloadDirectory(folder, 1 << 20).close()
+    draft = folder / f"{file_name('a')}.4711-140000000000000.part"
+    draft.write_bytes(b"half of it")
+    with PayloadDirectory(folder, 1 << 20) as files:
+        assert os.listdir(folder) == ["store.lock"]
+        assert "a" not in files
+
+
 WRITER = """
 import sys
 from support.payloads.random_caches import bits
