@@ -8,6 +8,7 @@ import random
 import signal
 import tempfile
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +43,6 @@ from support.payloads.small_payloads import MAKERS, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from omni_kvlink import Payload, Received
 
@@ -122,6 +122,11 @@ def numbers_of(client: StoreClient, keys: Sequence[str]) -> list[int | None]:
         found.append(int(target[0]))
         received.release()
     return found
+
+
+def is_stopped(pid: int) -> bool:
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in stats)
 
 
 def refused_client(site: Site, **options: Any) -> StoreClient:
@@ -258,6 +263,7 @@ def test_a_peer_that_is_stopped_is_left_alone(site: Site, monkeypatch: pytest.Mo
         reader = site.client(peers=[url], timeout=0.1)
         until_reachable(reader)
         keeper.send_signal(signal.SIGSTOP)
+        until(lambda: is_stopped(keeper.pid), "each of its threads is stopped")
         assert reader.get_many(["k0"]) == [None]
         assert not reader.stats()["sources"][0]["reachable"]
         assert reader.get_many(["k0", "k1"]) == [None, None]  # it is not asked
