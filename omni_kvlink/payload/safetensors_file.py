@@ -8,7 +8,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import FileError, SchemaError, WireError
+from omni_kvlink.errors import FileError, IntegrityError, SchemaError, WireError
 from omni_kvlink.memory.mapping import STEP, Mapping, check_available
 from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
@@ -36,6 +36,27 @@ def write_payload(path: str | os.PathLike[str], payload: memoryview) -> None:
     """Write the bytes of a payload as they are; the file appears as that of `write_file` does."""
     with _new_file(path, payload.nbytes) as region:
         region.write(0, payload)
+
+
+def write_kept(path: str | os.PathLike[str], manifest: Manifest, payload: memoryview) -> None:
+    """Write a payload as `write_payload` does, but with zeros for what its padding holds.
+
+    So a file has no byte that its digests do not cover; `check_padding` says whether one changed.
+    """
+    start = manifest.header_nbytes
+    spans = [(0, start), *((start + spec.start, start + spec.stop) for spec in manifest.tensors)]
+    with _new_file(path, manifest.nbytes) as region:
+        for first, last in spans:
+            region.write(first, payload[first:last])
+
+
+def check_padding(manifest: Manifest, region: Region) -> None:
+    """Raise IntegrityError if the padding of a payload that `write_kept` wrote is not zero."""
+    offset, start = 0, manifest.header_nbytes
+    for spec in manifest.tensors:
+        if any(region.view(start + offset, start + spec.start)):
+            raise IntegrityError(f"the padding before {spec.where()} is not zero")
+        offset = spec.stop
 
 
 def open_file(path: str | os.PathLike[str], *, map_it: bool) -> tuple[Manifest, Region]:
