@@ -265,18 +265,24 @@ def test_a_full_disk_is_counted(small_disk: Path) -> None:
         assert write(files, tensors("k39"))  # it goes on once there is room
 
 
-def test_a_disk_that_becomes_readonly(small_disk: Path) -> None:
+def test_a_disk_that_becomes_readonly(small_disk: Path, tmp_path: Path) -> None:
+    readonly = tmp_path / "readonly"
+    readonly.mkdir()
     with PayloadDirectory(small_disk, 1 << 30) as files:
         write(files, tensors("a"))
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        subprocess.run(["mount", "--bind", str(small_disk), str(readonly)], check=True)
         try:
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(readonly)], check=True)
+            files.path = str(readonly)
             assert not write(files, tensors("b"))
             assert files.stats()["write_failed"] == 1
             assert difference(files, tensors("a")) == ""
+            assert files.remove("a")  # it is not there any more, wherever its file is
+            assert difference(files, tensors("a")) == "absent"
             with pytest.raises(ConnectorError, match="give another --directory"):
-                PayloadDirectory(small_disk / "other", 1 << 30)
+                PayloadDirectory(readonly / "other", 1 << 30)
         finally:
-            subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+            subprocess.run(["umount", str(readonly)], check=True)
 
 
 def test_a_limit_on_the_size_of_files(files: PayloadDirectory) -> None:

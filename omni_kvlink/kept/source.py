@@ -1,0 +1,197 @@
+"""`KeptSource`: one link from which kept payloads are read, and why one is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.connectors.protocol.kept_table import OTHER_IDENTITY
+from omni_kvlink.connectors.runtime.consumer import cancel_connect
+from omni_kvlink.errors import (
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    TransferFailed,
+    WireError,
+)
+from omni_kvlink.link import (
+    MAX_TIMEOUT,
+    KVConsumer,
+    KVLink,
+    Received,
+    begin,
+    get_requests,
+    open_delivery,
+)
+from omni_kvlink.system.threads import start_thread
+from omni_kvlink.system.waits import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Literal, TypeAlias
+
+    from omni_kvlink.connectors.base import PendingGet
+
+    Reason: TypeAlias = Literal["absent", "evicted", "unreachable", "damaged", "other_identity"]
+
+REASONS: tuple[Reason, ...] = ("absent", "unreachable", "evicted", "other_identity", "damaged")
+"""Why a key is missed; of several sources' reasons, the last one of these counts."""
+RETRY_SECONDS = 5.0
+"""Seconds until a source is asked again that refused this process, or did not answer."""
+_PAUSE = 0.1
+"""Seconds until a source is connected again that was lost."""
+_EVICTED = "evicted"
+
+
+class KeptSource:
+    """Reads what another process keeps; never waits for a process that is not there.
+
+    A thread connects, also again after the other side was restarted, and calls `on_connected` each
+    time. It then waits for `presence`, a key under which there never is a payload: so it learns
+    of the other side's end at once, and of a refusal. With a `consumer`, which is connected to a
+    link of this process, there is no thread.
+
+    Attributes:
+        refusal: why the other side takes no offers; "" if it takes them, or is not there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        presence: str,
+        options: dict[str, Any],
+        on_connected: Callable[[], None] = lambda: None,
+        on_refused: Callable[[str], None] = lambda _: None,
+        *,
+        consumer: KVConsumer | None = None,
+    ):
+        self.url, self._presence, self._options = url, presence, options
+        self._on_connected, self._on_refused = on_connected, on_refused
+        self._consumer = consumer
+        self._is_closing = threading.Event()
+        self._resume_at = 0.0
+        self.refusal, self.last_error = "", ""
+        self._thread = threading.Thread(target=self._watch, name="kvlink-source", daemon=True)
+        if consumer is None:
+            start_thread(self._thread)
+
+    def __repr__(self) -> str:
+        return f"<KeptSource {self.url}{'' if self.is_reachable else ', not there'}>"
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the other side is there, and answered the last question in time."""
+        consumer = self._consumer
+        is_connected = consumer is not None and consumer.is_connected
+        return is_connected and time.monotonic() >= self._resume_at
+
+    def contains(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        """Whether each key is kept there; no key is, if it cannot be asked."""
+        consumer = self._consumer
+        if keys and self.is_reachable and consumer is not None:
+            try:
+                return consumer.contains(keys, timeout=timeout)
+            except ClosedError:
+                pass
+            except KVLinkError as error:
+                self._suspend(error)
+        return [False] * len(keys)
+
+    def read(self, keys: Sequence[str], *, timeout: float) -> list[Received | Reason]:
+        """Get what is kept there now, all in one message; for each key, or why it is not there."""
+        consumer, started = self._consumer, time.perf_counter()
+        if not keys or not self.is_reachable or consumer is None:
+            return ["unreachable"] * len(keys)
+        try:
+            pending = begin(consumer, get_requests(keys, wait=False), timeout=0.0)
+        except KVLinkError as error:  # it was lost just now
+            self._suspend(error)
+            return ["unreachable"] * len(keys)
+        deadline, results = Deadline(timeout), list[Received | Reason]()
+        try:
+            for get in pending:
+                results.append(self._receive(consumer, get, deadline, started))
+        except BaseException:
+            for result in results:
+                if isinstance(result, Received):
+                    result.release_unread()
+            raise
+        return results
+
+    def close(self) -> None:
+        """Disconnect; payloads that were read stay valid."""
+        self._is_closing.set()
+        while True:
+            consumer, ident = self._consumer, self._thread.ident
+            if consumer is not None:
+                consumer.close()
+            elif ident is not None:
+                cancel_connect(ident)
+            if ident is None or not self._thread.is_alive():
+                return
+            self._thread.join(_PAUSE)
+
+    def stats(self) -> dict[str, Any]:
+        """The URL, whether it is there, and its last error."""
+        error = self.refusal or self.last_error
+        return {"url": self.url, "reachable": self.is_reachable, "last_error": error}
+
+    def _receive(
+        self, consumer: KVConsumer, get: PendingGet, deadline: Deadline, started: float
+    ) -> Received | Reason:
+        try:
+            delivery = get.wait(timeout=deadline.seconds_left())
+            return open_delivery(consumer, delivery, started=started)
+        except TransferFailed as error:
+            return _reason_of(error)
+        except WireError as error:
+            self.last_error = str(error)
+            return "damaged"
+        except KVLinkError as error:
+            get.cancel()
+            self._suspend(error)
+            return "unreachable"
+
+    def _suspend(self, error: KVLinkError) -> None:
+        """Leave a source alone for a while that is there and does not answer."""
+        self.last_error = str(error)
+        if not isinstance(error, PeerLostError):  # else its thread connects again
+            self._resume_at = time.monotonic() + RETRY_SECONDS
+
+    def _watch(self) -> None:
+        pause = 0.0
+        while not self._is_closing.wait(pause):
+            try:
+                self._attend()
+                pause = _PAUSE
+            except PeerLostError as error:
+                self.last_error, pause = str(error), _PAUSE
+            except KVLinkError as error:  # such as keys that are not allowed
+                self.last_error, pause = str(error), RETRY_SECONDS
+
+    def _attend(self) -> None:
+        """Connect, and wait until the other side is gone."""
+        consumer = self._consumer
+        if consumer is None:
+            consumer = KVLink.connect(self.url, timeout=MAX_TIMEOUT, **self._options)
+            self._consumer = consumer
+        [presence] = begin(consumer, get_requests([self._presence]), timeout=MAX_TIMEOUT)
+        self.refusal = ""
+        self._on_connected()
+        try:
+            presence.wait(timeout=MAX_TIMEOUT)
+        except TransferFailed as error:
+            self.refusal = error.reason
+            self._on_refused(error.reason)
+            raise
+        finally:
+            with contextlib.suppress(KVLinkError):
+                presence.cancel()
+
+
+def _reason_of(error: TransferFailed) -> Reason:
+    if error.reason == OTHER_IDENTITY:
+        return "other_identity"
+    return "evicted" if _EVICTED in error.reason else "absent"
