@@ -131,6 +131,19 @@ def directory(text: str) -> str:
     return text
 
 
+def size(text: str) -> str:
+    """The type of an option that takes a size; the text itself."""
+    from omni_kvlink.errors import SchemaError
+    from omni_kvlink.settings import Size
+
+    rule = Size(least=1)
+    try:
+        rule.read(text, "size")
+    except SchemaError:
+        raise argparse.ArgumentTypeError(f"wanted {rule.allowed}, got {text!r}") from None
+    return text
+
+
 def examples(*lines: str) -> str:
     """The epilog of a parser: its examples, and the exit status."""
     head = "examples:" if len(lines) > 1 else "example:"

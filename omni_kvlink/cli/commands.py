@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_kvlink.cli import diff, doctor, inspect, record, replay, trace
+from omni_kvlink.cli import diff, doctor, inspect, record, replay, store, trace
 from omni_kvlink.cli.arguments import Parser, directory, examples
 from omni_kvlink.cli.process import held, run_guarded, show
 
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
     check.set_defaults(perform=_check_checkpoint)
     directory_help = "directory of the checkpoint, with its configuration, tokenizer and weights"
     check.add_argument("directory", metavar="DIRECTORY", type=directory, help=directory_help)
-    for verb in (doctor, inspect, diff, record, replay, trace):
+    for verb in (doctor, inspect, diff, record, replay, store, trace):
         verb.add_to(commands)
     return parser
 

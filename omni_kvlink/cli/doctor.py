@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.cli.arguments import SECONDS, examples
+from omni_kvlink.cli.arguments import SECONDS, examples, size
 from omni_kvlink.cli.process import interruptible, show
-from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:
+    import argparse
+
     from omni_kvlink.cli.arguments import Parser
 
 AREAS = (
@@ -41,7 +41,7 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("url", metavar="URL", nargs="*", help="a link that is to be used here")
     add = parser.add_argument
     quota_help = "memory of all payloads together, as 8GB or 512MiB (default: the URL's, or 4GiB)"
-    add("--quota", metavar="SIZE", type=_size, help=quota_help)
+    add("--quota", metavar="SIZE", type=size, help=quota_help)
     add("--keys", metavar="DIR", default="", help="a directory of key files to examine")
     config_help = "a deploy file, or vLLM's transfer configuration (YAML or JSON), to check"
     add("--config", metavar="FILE", default="", help=config_help)
@@ -56,18 +56,6 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--json", action="store_true", help="print one JSON document instead of the text")
     schema_help = "print the JSON schema of that document, and exit"
     add("--schema", action="store_true", help=schema_help)
-
-
-def _size(text: str) -> str:
-    """The type of an option that takes a size; the text itself."""
-    from omni_kvlink.settings import Size
-
-    rule = Size(least=1)
-    try:
-        rule.read(text, "size")
-    except SchemaError:
-        raise argparse.ArgumentTypeError(f"wanted {rule.allowed}, got {text!r}") from None
-    return text
 
 
 def _examine(arguments: argparse.Namespace) -> int:

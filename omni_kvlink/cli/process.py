@@ -27,7 +27,8 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status after Ctrl-C."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE = 3.0
-"""Seconds in which an interrupted fork may close what it opened."""
+"""Seconds in which an interrupted fork may close what it opened, unless its arguments have a
+`grace`; a second signal ends it at once."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SHOW_CURSOR, _CLEAR_LINE = "\x1b[?25h", "\r\x1b[K"
 
@@ -57,7 +58,8 @@ def run_process(name: str, module: str, *, scratch: bool = False) -> int:
 
     def supervise() -> int:
         with _scratch_directory() if scratch else contextlib.nullcontext():
-            return _supervise(name, work, [*heeded, signal.SIGCHLD])
+            grace = getattr(arguments, "grace", _GRACE)
+            return _supervise(name, work, [*heeded, signal.SIGCHLD], grace)
 
     return run_guarded(name, supervise)
 
@@ -137,7 +139,9 @@ def _scratch_directory() -> Iterator[None]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _supervise(name: str, work: Callable[[], int], watched: list[signal.Signals]) -> int:
+def _supervise(
+    name: str, work: Callable[[], int], watched: list[signal.Signals], grace: float
+) -> int:
     """Run `work` in a fork; end it, and all that it started, when a signal comes."""
     for number in signal.sigpending() & {*_ENDING}:
         return _show_signal(name, number)
@@ -146,7 +150,7 @@ def _supervise(name: str, work: Callable[[], int], watched: list[signal.Signals]
     pid = os.fork()
     if not pid:
         _run_fork(parent, work)
-    ended_by, status = _wait(pid, watched)
+    ended_by, status = _wait(pid, watched, grace)
     _end_orphans()
     if status == INTERRUPTED or (ended_by and status < 0):
         return _show_signal(name, ended_by or signal.SIGINT)
@@ -171,11 +175,11 @@ def _run_fork(parent: int, work: Callable[[], int]) -> NoReturn:
         os._exit(status)  # finalizers of what was interrupted could wait
 
 
-def _wait(pid: int, watched: list[signal.Signals]) -> tuple[int, int]:
+def _wait(pid: int, watched: list[signal.Signals], grace: float) -> tuple[int, int]:
     """Wait for the fork; the signal that ended it or 0, and its exit status as `Popen` has it."""
     ended_by = 0
     while True:
-        info = signal.sigtimedwait(watched, _GRACE) if ended_by else signal.sigwaitinfo(watched)
+        info = signal.sigtimedwait(watched, grace) if ended_by else signal.sigwaitinfo(watched)
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return ended_by, os.waitstatus_to_exitcode(status)

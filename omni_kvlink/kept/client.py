@@ -215,7 +215,7 @@ class StoreClient:
         """
         self._check_open()
         deadline = Deadline(timeout)
-        return all([offers.drain(deadline.seconds_left()) for offers in self._offers])
+        return all(offers.drain(deadline.seconds_left()) for offers in self._offers)
 
     def stats(self) -> dict[str, Any]:
         """Hits by the kind of source, misses by their reason, and the state of each source."""

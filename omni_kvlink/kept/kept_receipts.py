@@ -37,7 +37,7 @@ class KeptReceipts:
     def __contains__(self, key: str) -> bool:
         return self.state(key) in _HERE
 
-    def keys(self) -> list[str]:
+    def live(self) -> list[str]:
         """The keys that are kept now, the first put first."""
         return [key for key, receipt in list(self._receipts.items()) if receipt.state in _HERE]
 

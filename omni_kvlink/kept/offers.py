@@ -53,7 +53,7 @@ class OfferSender:
 
     def add_all(self) -> None:
         """Offer all that is kept now: to a store that has just come, or is back."""
-        for key in self._kept.keys():
+        for key in self._kept.live():
             self.add(key)
 
     def drain(self, timeout: float) -> bool:

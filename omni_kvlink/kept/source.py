@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.kept_table import OTHER_IDENTITY
-from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
+    MissingError,
     PeerLostError,
     TransferFailed,
     WireError,
 )
+from omni_kvlink.kept.link_thread import LinkThread
 from omni_kvlink.link import (
     MAX_TIMEOUT,
     KVConsumer,
-    KVLink,
     Received,
     begin,
     get_requests,
     open_delivery,
 )
-from omni_kvlink.system.threads import start_thread
 from omni_kvlink.system.waits import Deadline
 
 if TYPE_CHECKING:
@@ -69,13 +66,12 @@ class KeptSource:
     ):
         self.url, self._presence, self._options = url, presence, options
         self._on_connected, self._on_refused = on_connected, on_refused
-        self._consumer = consumer
-        self._is_closing = threading.Event()
         self._resume_at = 0.0
         self.refusal, self.last_error = "", ""
-        self._thread = threading.Thread(target=self._watch, name="kvlink-source", daemon=True)
+        self._thread = LinkThread("kvlink-source")
+        self._thread.consumer = consumer
         if consumer is None:
-            start_thread(self._thread)
+            self._thread.start(self._watch)
 
     def __repr__(self) -> str:
         return f"<KeptSource {self.url}{'' if self.is_reachable else ', not there'}>"
@@ -83,13 +79,13 @@ class KeptSource:
     @property
     def is_reachable(self) -> bool:
         """Whether the other side is there, and answered the last question in time."""
-        consumer = self._consumer
+        consumer = self._thread.consumer
         is_connected = consumer is not None and consumer.is_connected
         return is_connected and time.monotonic() >= self._resume_at
 
     def contains(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
         """Whether each key is kept there; no key is, if it cannot be asked."""
-        consumer = self._consumer
+        consumer = self._thread.consumer
         if keys and self.is_reachable and consumer is not None:
             try:
                 return consumer.contains(keys, timeout=timeout)
@@ -122,21 +118,11 @@ class KeptSource:
 
     def close(self) -> None:
         """Disconnect; payloads that were read stay valid."""
-        self._is_closing.set()
-        while True:
-            consumer, ident = self._consumer, self._thread.ident
-            if consumer is not None:
-                consumer.close()
-            elif ident is not None:
-                cancel_connect(ident)
-            if ident is None or not self._thread.is_alive():
-                return
-            self._thread.join(_PAUSE)
+        self._thread.close()
 
     def stats(self) -> dict[str, Any]:
         """The URL, whether it is there, and its last error."""
-        error = self.refusal or self.last_error
-        return {"url": self.url, "reachable": self.is_reachable, "last_error": error}
+        return {"url": self.url, "reachable": self.is_reachable, "last_error": self.last_error}
 
     def _receive(
         self, consumer: KVConsumer, get: PendingGet, deadline: Deadline, started: float
@@ -162,33 +148,30 @@ class KeptSource:
 
     def _watch(self) -> None:
         pause = 0.0
-        while not self._is_closing.wait(pause):
-            try:
-                self._attend()
-                pause = _PAUSE
-            except PeerLostError as error:
-                self.last_error, pause = str(error), _PAUSE
-            except KVLinkError as error:  # such as keys that are not allowed
-                self.last_error, pause = str(error), RETRY_SECONDS
+        while not self._thread.is_closing.wait(pause):
+            pause = self._attend()
 
-    def _attend(self) -> None:
-        """Connect, and wait until the other side is gone."""
-        consumer = self._consumer
-        if consumer is None:
-            consumer = KVLink.connect(self.url, timeout=MAX_TIMEOUT, **self._options)
-            self._consumer = consumer
-        [presence] = begin(consumer, get_requests([self._presence]), timeout=MAX_TIMEOUT)
-        self.refusal = ""
-        self._on_connected()
+    def _attend(self) -> float:
+        """Connect, and wait until the other side is gone; return the seconds until the next try."""
+        consumer = self._thread.consumer
         try:
-            presence.wait(timeout=MAX_TIMEOUT)
+            if consumer is None:
+                consumer = self._thread.connect(self.url, self._options, timeout=MAX_TIMEOUT)
+            [presence] = begin(consumer, get_requests([self._presence]), timeout=MAX_TIMEOUT)
+            self._on_connected()
+            presence.wait(timeout=MAX_TIMEOUT).release_unread()
+        except PeerLostError as error:
+            self.last_error = str(error)
+            return _PAUSE
+        except MissingError as error:  # the store has lost the connection to this process
+            self.last_error = str(error)
         except TransferFailed as error:
-            self.refusal = error.reason
-            self._on_refused(error.reason)
-            raise
-        finally:
-            with contextlib.suppress(KVLinkError):
-                presence.cancel()
+            if error.reason != self.refusal:
+                self._on_refused(error.reason)
+            self.refusal = self.last_error = error.reason
+        except KVLinkError as error:  # such as keys that are not allowed
+            self.last_error = str(error)
+        return RETRY_SECONDS
 
 
 def _reason_of(error: TransferFailed) -> Reason:
