@@ -55,8 +55,8 @@ def _store(arguments: argparse.Namespace) -> int:
     store = PayloadStore(
         arguments.url,
         budget=arguments.budget,
-        directory=arguments.directory,
-        directory_budget=arguments.directory_budget,
+        files=arguments.directory,
+        files_budget=arguments.directory_budget,
         writers=arguments.writers,
     )
     with store:

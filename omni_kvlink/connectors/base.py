@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.get_table import GetRequest
+    from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
@@ -358,6 +359,17 @@ class Producer(Connector):
         KVLinkError if the connector keeps no payloads; its `publish` refuses `readers` None, too.
         """
         raise KVLinkError(f"link {self._label} keeps no payloads: put them for a number of readers")
+
+    def set_backing(self, backing: Backing) -> None:
+        """Have gets of what is not in memory ask `backing`, which may put it; see `Backing`.
+
+        KVLinkError if the connector keeps no payloads.
+        """
+        raise KVLinkError(f"link {self._label} keeps no payloads")
+
+    def fail_missing(self, key: str, reason: str) -> None:
+        """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""
+        raise KVLinkError(f"link {self._label} keeps no payloads")
 
     @abstractmethod
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:

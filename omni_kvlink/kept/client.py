@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError
 from omni_kvlink.kept.batch_read import HERE, BatchRead
@@ -18,8 +19,8 @@ from omni_kvlink.kept.offers import OfferSender
 from omni_kvlink.kept.source import REASONS, KeptSource
 from omni_kvlink.kept.store_messages import RESERVED, Attachment
 from omni_kvlink.link import KVLink, check_timeout
-from omni_kvlink.payload.bundle import PAYLOAD_TYPES
-from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.schema import KVCacheTransferData, check_request_id
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Size, Texts
 from omni_kvlink.system import process
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
-    from typing_extensions import Unpack
 
     from omni_kvlink.kept.identity import CacheIdentity
-    from omni_kvlink.link import KVProducer, LinkOptions, Payload, Received
+    from omni_kvlink.link import KVProducer, Payload, Received
 
 _CONNECT_SECONDS = 60.0
 """In which a process connects to the link that it serves itself."""
@@ -59,7 +59,8 @@ class StoreClient:
             that nobody reads are evicted from it.
         timeout: seconds in which each store or peer answers; one that does not is left alone for
             five seconds.
-        options: of all links, as of `KVLink.serve`; those in a URL come first.
+        options: of all links, as of `KVLink.serve`. What differs between them, such as `peers` of
+            encrypted ones, stands in their URLs.
 
     Raises:
         BusyError, SchemaError, UnavailableError: as `KVLink.serve`.
@@ -75,7 +76,7 @@ class StoreClient:
         identity: CacheIdentity | None = None,
         budget: int | str = "4GiB",
         timeout: float = 2.0,
-        **options: Unpack[LinkOptions],
+        **options: Any,
     ):
         self._identity, self._timeout = identity, check_timeout(timeout)
         own = {**options, "quota": Size(least=1).read(budget, "budget")}
@@ -95,24 +96,21 @@ class StoreClient:
             raise
         process.close_in_children(self)
 
-    def _open(self, urls: tuple[Sequence[str], Sequence[str]], options: LinkOptions) -> None:
+    def _open(self, urls: tuple[Sequence[str], Sequence[str]], options: dict[str, Any]) -> None:
         """Open the sources: this process itself, the stores and the peers."""
-        connect: dict[str, Any] = {**options}
-        if keys := os.fspath(options.get("keys", "")):
-            connect["peers"] = f"{keys.removesuffix('.secret')}.public"
-        consumer = KVLink.connect(self._link.url, timeout=_CONNECT_SECONDS, **connect)
+        consumer = KVLink.connect(self.url, timeout=_CONNECT_SECONDS, **_own_key(self.url, options))
         self._sources.append((HERE, KeptSource(self.url, "", {}, consumer=consumer)))
         for url in urls[0]:
             writer = Attachment(uuid.uuid4().hex, advertised(self.url))
             offers = OfferSender(self._link, writer, self._kept)
             self._offers.append(offers)
             refused = partial(_warn_of_refusal, url)
-            source = KeptSource(url, writer.key, {**options}, offers.add_all, refused)
+            source = KeptSource(url, writer.key, options, offers.add_all, refused)
             self._sources.append(("stores", source))
         for url in urls[1]:
             if advertised(url) != advertised(self.url):
                 presence = f"{RESERVED}presence/{uuid.uuid4().hex}"
-                self._sources.append(("peers", KeptSource(url, presence, {**options})))
+                self._sources.append(("peers", KeptSource(url, presence, options)))
 
     @property
     def url(self) -> str:
@@ -277,13 +275,20 @@ def _payload(
     key: str, tensors: Mapping[str, torch.Tensor] | Payload, metadata: Mapping[str, Any] | None
 ) -> Payload:
     """A payload of this key; the caller's own is not modified."""
-    if not isinstance(tensors, tuple(PAYLOAD_TYPES)):
-        return TensorTransferData(key, tensors, metadata)
-    if metadata is not None:
-        raise SchemaError("metadata= is for tensors by name: a payload has its own")
-    data = copy.copy(tensors)
-    data.request_id = key
-    return data
+    if isinstance(tensors, (KVCacheTransferData, KVCacheBundle, TensorTransferData)):
+        if metadata is not None:
+            raise SchemaError("metadata= is for tensors by name: a payload has its own")
+        data = copy.copy(tensors)
+        data.request_id = key
+        return data
+    return TensorTransferData(key, tensors, metadata)
+
+
+def _own_key(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a process connects to the encrypted link that it serves."""
+    keys = options.get("keys") or dict(parse_qsl(url.partition("?")[2])).get("keys")
+    public = {"peers": f"{os.fspath(keys).removesuffix('.secret')}.public"} if keys else {}
+    return {**options, **public}
 
 
 def _warn_of_refusal(url: str, reason: str) -> None:

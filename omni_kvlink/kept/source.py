@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.connectors.protocol.kept_table import OTHER_IDENTITY
 from omni_kvlink.errors import (
@@ -27,12 +27,10 @@ from omni_kvlink.system.waits import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Literal, TypeAlias
 
     from omni_kvlink.connectors.base import PendingGet
 
-    Reason: TypeAlias = Literal["absent", "evicted", "unreachable", "damaged", "other_identity"]
-
+Reason: TypeAlias = Literal["absent", "unreachable", "evicted", "other_identity", "damaged"]
 REASONS: tuple[Reason, ...] = ("absent", "unreachable", "evicted", "other_identity", "damaged")
 """Why a key is missed; of several sources' reasons, the last one of these counts."""
 RETRY_SECONDS = 5.0
@@ -97,7 +95,7 @@ class KeptSource:
 
     def read(self, keys: Sequence[str], *, timeout: float) -> list[Received | Reason]:
         """Get what is kept there now, all in one message; for each key, or why it is not there."""
-        consumer, started = self._consumer, time.perf_counter()
+        consumer, started = self._thread.consumer, time.perf_counter()
         if not keys or not self.is_reachable or consumer is None:
             return ["unreachable"] * len(keys)
         try:

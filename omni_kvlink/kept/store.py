@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from omni_kvlink.settings import Size
 from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from typing_extensions import Unpack
@@ -46,8 +46,8 @@ class PayloadStore:
     Args:
         url: to serve.
         budget: bytes of memory, or a text such as "64GiB".
-        directory: of the files; None for none. Another store may not use it at the same time.
-        directory_budget: bytes of all files together, or a text.
+        files: the directory of files; None for none. Another store may not use it meanwhile.
+        files_budget: bytes of all files together, or a text.
         writers: patterns of the URLs that the store may connect to; see `WriterPolicy`.
         options: as of `KVLink.serve`.
 
@@ -61,28 +61,28 @@ class PayloadStore:
         url: str,
         *,
         budget: int | str,
-        directory: str | os.PathLike[str] | None = None,
-        directory_budget: int | str = "1TiB",
+        files: str | os.PathLike[str] | None = None,
+        files_budget: int | str = "1TiB",
         writers: Sequence[str] = (),
         **options: Unpack[LinkOptions],
     ):
         size = Size(least=1)
-        nbytes = size.read(directory_budget, "directory_budget")
-        own: LinkOptions = {**options, "quota": size.read(budget, "budget")}
-        self.policy, self._options = WriterPolicy(url, writers, {**own}), options
+        nbytes = size.read(files_budget, "files_budget")
+        options["quota"] = size.read(budget, "budget")
+        self.policy, self._options = WriterPolicy(url, writers, {**options}), options
         self._requests: SimpleQueue[str | None] = SimpleQueue()
         self._loading = set[str]()
         self._changing = threading.Lock()
         self._writers: dict[str, StoreWriter] = {}
         self._closed = False
-        files = None if directory is None else PayloadDirectory(directory, nbytes)
+        directory = None if files is None else PayloadDirectory(files, nbytes)
         try:
-            self._link = KVLink.serve(url, **own)
+            self._link = KVLink.serve(url, **options)
         except BaseException:
-            if files is not None:
-                files.close()
+            if directory is not None:
+                directory.close()
             raise
-        self.contents = StoreContents(self._link, files)
+        self.contents = StoreContents(self._link, directory)
         set_backing(self._link, self)
         self._threads = [
             threading.Thread(target=self._answer_all, name="kvlink-store", daemon=True)
@@ -155,15 +155,13 @@ class PayloadStore:
         return True
 
     def _answer_all(self) -> None:
-        while (key := self._requests.get()) is not None:
-            try:
+        with contextlib.suppress(ClosedError):  # the store ends
+            while (key := self._requests.get()) is not None:
                 attachment = read_attachment(key)
                 if attachment is not None:
                     self._attach(attachment)
                 else:
                     self._load(key)
-            except ClosedError:
-                return
 
     def _load(self, key: str) -> None:
         """Load a file, or tell the gets that wait for it why they have waited in vain."""

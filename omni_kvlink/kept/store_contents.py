@@ -12,7 +12,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
 )
 from omni_kvlink.kept.kept_receipts import KeptReceipts
-from omni_kvlink.link import encoded_payload, put_encoded
+from omni_kvlink.link import put_encoded
 
 if TYPE_CHECKING:
     from omni_kvlink.kept.payload_directory import PayloadDirectory
@@ -81,7 +81,7 @@ class StoreContents:
             is_filed = False
             try:
                 received = reader.get(key, timeout=_MEMORY_SECONDS, wait=False)
-                is_filed = self.directory.write(*encoded_payload(received))
+                is_filed = self.directory.write(received.manifest, received.encoded())
                 received.release()
             except KVLinkError:
                 pass  # it was evicted meanwhile, or there is no memory to read it

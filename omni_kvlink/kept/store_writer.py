@@ -16,7 +16,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.kept.link_thread import LinkThread
 from omni_kvlink.kept.store_messages import RESERVED, Attachment, read_offer
-from omni_kvlink.link import MAX_TIMEOUT, begin, encoded_payload, get_requests, open_delivery
+from omni_kvlink.link import MAX_TIMEOUT, begin, get_requests, open_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class StoreWriter:
             get.cancel()
             return "refused"
         try:
-            is_kept = self._contents.add(*encoded_payload(received))
+            is_kept = self._contents.add(received.manifest, received.encoded())
         except BaseException:
             received.release_unread()
             raise

@@ -23,7 +23,9 @@ from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream
 from omni_kvlink.link.copy_into import CopyInto as CopyInto
 from omni_kvlink.link.copy_into import LayerTargets as LayerTargets
+from omni_kvlink.link.encoded_put import fail_missing as fail_missing
 from omni_kvlink.link.encoded_put import put_encoded as put_encoded
+from omni_kvlink.link.encoded_put import set_backing as set_backing
 from omni_kvlink.link.kvlink import ConnectOptions as ConnectOptions
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions

@@ -498,10 +498,16 @@ class Received(ReceivedPayload):
 
         Blocks for that. It does not count as read by it. FileError if the file cannot be written.
         """
+        write_payload(path, self.encoded())
+
+    def encoded(self) -> memoryview:
+        """Return the bytes of the payload as they came, header and tensors; see `put_encoded`.
+
+        Readonly, and valid until the payload is released.
+        """
         region, nbytes = self._delivery.open_region(), self.manifest.nbytes
         on_host = region.device == "cpu"
-        payload = region.view(0, nbytes) if on_host else memoryview(region.read(0, nbytes))
-        write_payload(path, payload)
+        return region.view(0, nbytes) if on_host else memoryview(region.read(0, nbytes))
 
     def release(self) -> None:
         """Release the payload as read; tensors that are kept elsewhere keep its memory."""

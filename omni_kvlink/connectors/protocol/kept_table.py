@@ -10,7 +10,7 @@ A key may end in an identity, "name@" and 32 hexadecimal digits: see `CacheIdent
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 IDENTITY_CHARS = 33
 """Characters of the identity at the end of a key: "@", and the digits."""
 OTHER_IDENTITY = "the producer keeps it under another identity, whose bytes would be wrong"
+
+
+class Backing(Protocol):
+    """Where payloads lie that are not in memory; called under the owner's lock: never blocks."""
+
+    def holds(self, key: str) -> bool:
+        """Whether `request` would bring this key's payload."""
+
+    def holds_other_identity(self, key: str) -> bool:
+        """Whether there is a payload of the key's name under another identity."""
+
+    def request(self, key: str) -> bool:
+        """Have the payload of a key put soon; False if there is none.
+
+        Where it turns out that there is none, `TransferTable.fail_missing` ends the gets that wait.
+        """
 
 
 class KeptTable:
@@ -34,6 +50,7 @@ class KeptTable:
         self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
         self._names: Counter[str] = Counter()  # of kept keys that have an identity
         self.on_idle: Callable[[], None] = lambda: None
+        self.backing: Backing | None = None
         self.counters = {"missed": 0, "other_identity": 0}
 
     def __len__(self) -> int:
@@ -86,13 +103,18 @@ class KeptTable:
     def count_miss(self, key: str) -> str:
         """Count a reader that did not find a key; return why, if it is here otherwise, or ""."""
         self.counters["missed"] += 1
-        if self._names and name_of(key) in self._names:
+        is_otherwise = bool(self._names) and name_of(key) in self._names
+        if not is_otherwise and self.backing is not None:
+            is_otherwise = self.backing.holds_other_identity(key)
+        if is_otherwise:
             self.counters["other_identity"] += 1
             return OTHER_IDENTITY
         return ""
 
     def _is_here(self, key: str, now: float) -> bool:
         transfer = self._live.get(key)
+        if transfer is None and self.backing is not None and self.backing.holds(key):
+            return True
         if transfer is None or not transfer.is_offerable or now >= transfer.expires:
             self.count_miss(key)
             return False

@@ -99,6 +99,7 @@ _PHASES = {
     ),
 }
 MISSING = "the producer has no such payload now"
+LOADING = "not in memory, the producer loads it"
 
 
 class TransferTable:
@@ -269,6 +270,13 @@ class TransferTable:
             return False
         self._end(transfer, EVICTED, _PHASES[EVICTED], "closed")
         return True
+
+    def fail_missing(self, key: str, reason: str) -> None:
+        """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""
+        for peer, get_id in [] if key in self._live else list(self._waiting.get(key, ())):
+            self.kept.count_miss(key)
+            self._remove_waiting(key, (peer, get_id))
+            self._send(peer, Failed(get_id, shorten(reason), "missing"))
 
     def close(self, reason: str) -> None:
         """Fail every transfer and every waiting get."""
@@ -679,6 +687,10 @@ class TransferTable:
     ) -> None:
         """Tell a get how far its payload is; one that does not wait fails."""
         peer, get_id = claim
+        backing = self.kept.backing
+        if transfer is None and backing is not None and backing.request(key):
+            self._send(peer, Status(get_id, LOADING))
+            return
         state = self._tombstones.delivered.get(key) if transfer is None else transfer.state
         phase = "" if state is None else _PHASES[state]
         if waits:

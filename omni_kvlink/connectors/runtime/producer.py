@@ -56,6 +56,7 @@ from omni_kvlink.memory.arena import ArenaPool, MakeArena
 from omni_kvlink.memory.region import CallAtEnd, Lease, Region, call_if_alive
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.system.waits import Deadline
 
 
@@ -490,6 +491,17 @@ class PooledProducer(Producer):
         self._check_open()
         with self.lock:
             return self.transfers.withdraw(key)
+
+    def set_backing(self, backing: Backing) -> None:
+        """Have gets of what is not in memory ask `backing`, with `lock` held."""
+        with self.lock:
+            self.transfers.kept.backing = backing
+
+    def fail_missing(self, key: str, reason: str) -> None:
+        """Fail the gets that wait for a key, unless it has a payload."""
+        self._check_open()
+        with self.lock:
+            self.transfers.fail_missing(key, reason)
 
     def stats(self) -> dict[str, Any]:
         """Return the state, the counters of the transfers and of the pool."""
