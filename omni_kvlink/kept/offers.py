@@ -39,7 +39,7 @@ class OfferSender:
     def __init__(self, link: KVProducer, attachment: Attachment, kept: KeptReceipts):
         self._link, self._attachment, self._kept = link, attachment, kept
         self._queue: SimpleQueue[_Change | threading.Event | None] = SimpleQueue()
-        self._has_overflowed = False
+        self._offers_all = False
         self.offered, self.taken = 0, 0
         self._thread = threading.Thread(target=self._send_all, name="kvlink-offer", daemon=True)
         start_thread(self._thread)
@@ -47,14 +47,14 @@ class OfferSender:
     def add(self, key: str, *, is_kept: bool = True) -> None:
         """Offer a key, or say that it was withdrawn; does not block."""
         if self._queue.qsize() >= MAX_QUEUED:
-            self._has_overflowed = True
+            self._offers_all = True
         else:
             self._queue.put(_Change(key, is_kept))
 
     def add_all(self) -> None:
         """Offer all that is kept now: to a store that has just come, or is back."""
-        for key in self._kept.live():
-            self.add(key)
+        self._offers_all = True
+        self._queue.put(threading.Event())
 
     def drain(self, timeout: float) -> bool:
         """Wait until the store has taken all that was added before; False after `timeout` s."""
@@ -75,6 +75,8 @@ class OfferSender:
         entry = self._queue.get()
         while entry is not None:
             if isinstance(entry, threading.Event):
+                if self._offers_all and not self._send_kept():
+                    return
                 entry.set()
                 entry = self._queue.get()
                 continue
@@ -87,6 +89,8 @@ class OfferSender:
                     else:
                         rest.append(following)
             if not self._send(changes):
+                return
+            if self._offers_all and not rest and self._queue.empty() and not self._send_kept():
                 return
             entry = rest[0] if rest else self._queue.get()
 
@@ -106,9 +110,14 @@ class OfferSender:
         except ClosedError:
             return False
         except KVLinkError:  # a reader aborted it, or there is no memory for it
-            self._has_overflowed = True
-            return True
-        if self._has_overflowed and self._queue.empty():
-            self._has_overflowed = False
-            self.add_all()
+            self._offers_all = True
+        return True
+
+    def _send_kept(self) -> bool:
+        """Offer all that is kept; False if the link is closed."""
+        self._offers_all, keys = False, self._kept.live()
+        for first in range(0, len(keys), MAX_OFFERED):
+            batch = keys[first : first + MAX_OFFERED]
+            if not self._send([_Change(key, is_kept=True) for key in batch]):
+                return False
         return True

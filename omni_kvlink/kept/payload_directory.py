@@ -19,6 +19,7 @@ from omni_kvlink.errors import (
     IntegrityError,
     MissingFileError,
     WireError,
+    without_frames,
 )
 from omni_kvlink.payload.digests import verify
 from omni_kvlink.payload.safetensors_file import check_padding, open_file, write_kept
@@ -131,7 +132,8 @@ class PayloadDirectory:
     def read(self, key: str) -> tuple[Manifest, Region] | None:
         """The payload of a key, in memory of its own, every byte checked; None if there is none.
 
-        Blocks for the disk. A file that is damaged, cut or of another key is removed.
+        Blocks for the disk. WireError if its file was damaged, cut, or of another key: it is
+        removed.
         """
         name = file_name(key)
         with self._lock:
@@ -145,6 +147,7 @@ class PayloadDirectory:
             self._count_miss(name, "unreadable", error, is_lost=True)
         except WireError as error:
             self._count_miss(name, "damaged", error, is_lost=True)
+            raise without_frames(error) from None
         except (FileError, CapacityError) as error:
             self._count_miss(name, "unreadable", error)
         else:

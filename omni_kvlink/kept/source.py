@@ -6,15 +6,18 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.connectors.protocol.kept_table import OTHER_IDENTITY
+from omni_kvlink.connectors.protocol.transfer_table import LOADING
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
     MissingError,
     PeerLostError,
     TransferFailed,
+    TransferTimeout,
     WireError,
 )
 from omni_kvlink.kept.link_thread import LinkThread
+from omni_kvlink.kept.store_contents import DAMAGED
 from omni_kvlink.link import (
     MAX_TIMEOUT,
     KVConsumer,
@@ -141,7 +144,8 @@ class KeptSource:
     def _suspend(self, error: KVLinkError) -> None:
         """Leave a source alone for a while that is there and does not answer."""
         self.last_error = str(error)
-        if not isinstance(error, PeerLostError):  # else its thread connects again
+        is_loading = isinstance(error, TransferTimeout) and error.phase == LOADING
+        if not is_loading and not isinstance(error, PeerLostError):  # it is connected again
             self._resume_at = time.monotonic() + RETRY_SECONDS
 
     def _watch(self) -> None:
@@ -175,4 +179,6 @@ class KeptSource:
 def _reason_of(error: TransferFailed) -> Reason:
     if error.reason == OTHER_IDENTITY:
         return "other_identity"
+    if error.reason == DAMAGED or not isinstance(error, MissingError):  # a reader rejected it
+        return "damaged"
     return "evicted" if _EVICTED in error.reason else "absent"

@@ -166,8 +166,8 @@ class PayloadStore:
     def _load(self, key: str) -> None:
         """Load a file, or tell the gets that wait for it why they have waited in vain."""
         self._loading.discard(key)  # first: a get that comes from here on finds it, or asks again
-        if not self.contents.load(key):
-            fail_missing(self._link, key, "its file is damaged or gone, or there is no memory")
+        if reason := self.contents.load(key):
+            fail_missing(self._link, key, reason)
 
     def _attach(self, attachment: Attachment) -> None:
         options = self.policy.options_for(attachment.url)

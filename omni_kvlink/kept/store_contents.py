@@ -10,6 +10,7 @@ from omni_kvlink.errors import (
     DuplicateKeyError,
     KVLinkError,
     TransferTimeout,
+    WireError,
 )
 from omni_kvlink.kept.kept_receipts import KeptReceipts
 from omni_kvlink.link import put_encoded
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from omni_kvlink.link import KVConsumer, KVProducer
     from omni_kvlink.payload.manifest import Manifest
 
+DAMAGED = "its file was damaged, and is removed"
+"""Why a payload is missing whose file is not, bit for bit, what was written."""
 _MEMORY_SECONDS = 5.0
 """In which readers may release memory for a payload that finds none."""
 
@@ -52,18 +55,21 @@ class StoreContents:
         self._count("added" if is_kept or is_filed else "no_memory")
         return is_kept or is_filed
 
-    def load(self, key: str) -> bool:
-        """Read a payload's file into memory, every byte checked; whether it is there now."""
-        if key in self._receipts:  # it was loaded, and its readers have it, since it was asked for
-            return True
-        found = None if self.directory is None else self.directory.read(key)
+    def load(self, key: str) -> str:
+        """Read a payload's file into memory, every byte checked; "", or why it is not there."""
+        if key in self._receipts:  # it was loaded, and its readers have it, since it was requested
+            return ""
+        try:
+            found = None if self.directory is None else self.directory.read(key)
+        except WireError:
+            return DAMAGED
         if found is None:
-            return False
+            return "it was kept, and its file is gone"
         manifest, region = found
-        is_kept = self._keep(manifest, region.view())
-        if not is_kept:
-            self._count("no_memory")
-        return is_kept
+        if self._keep(manifest, region.view()):
+            return ""
+        self._count("no_memory")
+        return "it is kept in a file, and there is no memory to load it"
 
     def remove(self, key: str) -> bool:
         """Withdraw a payload from memory, and remove its file; whether there was one."""

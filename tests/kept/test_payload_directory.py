@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from omni_kvlink import BusyError, TensorTransferData
-from omni_kvlink.errors import ConnectorError
+from omni_kvlink.errors import ConnectorError, WireError
 from omni_kvlink.kept.payload_directory import PayloadDirectory, file_name
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.manifest import Manifest
@@ -49,7 +49,10 @@ def write(files: PayloadDirectory, data: Payload, *, digests: bool = True) -> bo
 
 def difference(files: PayloadDirectory, data: Payload) -> str:
     """Where the file of a payload differs from it; "absent" if there is none."""
-    found = files.read(data.request_id)
+    try:
+        found = files.read(data.request_id)
+    except WireError:
+        return "absent"
     return "absent" if found is None else open_payload(*found).difference(data)  # type: ignore[arg-type]
 
 
