@@ -28,6 +28,7 @@ from omni_kvlink.kept import store as store_module
 from omni_kvlink.kept.payload_directory import file_name
 from omni_kvlink.kept.store_messages import Attachment
 from omni_kvlink.testing.rig import until
+from support.faults.leak_checks import zmq_started as zmq_started
 from support.kept.store_process import (
     KEEPER,
     READER,
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+    from omni_kvlink import Payload, Received
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 _numbers = itertools.count()
 URLS = ["shm://{name}", "zmq+ipc://{root}/{name}", "zmq+tcp://127.0.0.1:0"]
 BIG = {"x": torch.arange(300_000)}
@@ -96,6 +99,11 @@ def sites(request: pytest.FixtureRequest, sockets: str) -> Iterator[Site]:
     site.close()
 
 
+def difference(received: Received | None, data: Payload) -> str:
+    """Where a payload that was received differs; "missed" if there is none."""
+    return "missed" if received is None else received.data.difference(data)  # type: ignore[arg-type]
+
+
 def misses(client: StoreClient) -> dict[str, int]:
     """The misses by reason, without zeros."""
     return {reason: count for reason, count in client.stats()["misses"].items() if count}
@@ -144,9 +152,8 @@ def test_payloads_outlive_the_process_that_made_them(sites: Site) -> None:
     until_reachable(reader)
     assert reader.contains([*payloads, "absent"]) == [True] * len(payloads) + [False]
     for kind, received in zip(payloads, reader.get_many(payloads), strict=True):
+        assert difference(received, MAKERS[kind](identity.key(kind), seed=5)) == ""
         assert received is not None
-        expected = MAKERS[kind](identity.key(kind), seed=5)
-        assert received.data.difference(expected) == ""  # type: ignore[arg-type]
         received.release()
     assert reader.get_many(["absent"]) == [None]
     assert reader.stats()["hits"] == {"here": 0, "stores": len(payloads), "peers": 0}
@@ -232,11 +239,11 @@ def test_a_peer_that_is_killed_and_comes_again(site: Site) -> None:
             until_reachable(reader)
             [received] = reader.get_many([f"k{seed}"])
             assert received is not None
-            assert received.data.difference(tensors(f"k{seed}", seed=seed)) == ""
+            assert difference(received, tensors(f"k{seed}", seed=seed)) == ""
             keeper.kill()
             keeper.wait()
             # what was received lives on
-            assert received.data.difference(tensors(f"k{seed}", seed=seed)) == ""
+            assert difference(received, tensors(f"k{seed}", seed=seed)) == ""
             received.release()
         until(lambda: not reader.stats()["sources"][0]["reachable"], "its end was noticed")
         assert reader.get_many(["k0"]) == [None]
@@ -345,7 +352,7 @@ def test_flipped_bits_in_the_files_of_a_store(site: Site, tmp_path: Path) -> Non
     assert received[:30] == [None] * 30
     for number, data in enumerate(received[30:], 30):
         assert data is not None
-        assert data.data.difference(tensors(f"k{number}", seed=number)) == ""
+        assert difference(data, tensors(f"k{number}", seed=number)) == ""
         data.release()
     assert store.stats()["directory"]["damaged"] == 30
     assert misses(reader) == {"damaged": 30}
@@ -526,7 +533,7 @@ def test_readers_and_writers_at_once(site: Site, tmp_path: Path) -> None:
                     if data is not None:
                         found += 1
                         expected = tensors(f"k{number}", seed=number)
-                        assert data.data.difference(expected) == ""
+                        assert difference(data, expected) == ""
                         data.release()
             for process in (a, b, c):
                 assert process.poll() is None
