@@ -19,7 +19,7 @@ HERE = "here"
 
 
 class BatchRead:
-    """What was found so far of some keys, and why the others were not.
+    """The payloads of some keys that were found so far, and why the others were not.
 
     Attributes:
         received: for each key the payload, or None.

@@ -17,7 +17,7 @@ from omni_kvlink.kept.batch_read import HERE, BatchRead
 from omni_kvlink.kept.kept_receipts import KeptReceipts
 from omni_kvlink.kept.offers import OfferSender
 from omni_kvlink.kept.source import REASONS, KeptSource
-from omni_kvlink.kept.store_messages import RESERVED, Attachment
+from omni_kvlink.kept.store_messages import RESERVED, Attachment, advertised
 from omni_kvlink.link import KVLink, check_timeout
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData, check_request_id
@@ -205,6 +205,17 @@ class StoreClient:
             offers.add(name, is_kept=False)
         return was_kept
 
+    def wait_connected(self, *, timeout: float) -> bool:
+        """Wait until each store and peer has been there once; False if one has not in `timeout` s.
+
+        An engine need not: what it asks for before is a miss.
+        """
+        self._check_open()
+        deadline = Deadline(timeout)
+        return all(
+            source.was_connected.wait(deadline.seconds_left()) for _, source in self._sources[1:]
+        )
+
     def drain(self, *, timeout: float) -> bool:
         """Wait until each store has taken what was put here; False if one has not in `timeout` s.
 
@@ -262,13 +273,6 @@ class StoreClient:
         self._process.check("this StoreClient")
         if self._closed:
             raise ClosedError("this StoreClient is closed")
-
-
-def advertised(url: str) -> str:
-    """The URL by which others connect to a link: without options but the one that says where."""
-    address, _, query = url.partition("?")
-    tcp = [option for option in query.split("&") if option.startswith("tcp=")]
-    return f"{address}?{tcp[0]}" if tcp else address
 
 
 def _payload(

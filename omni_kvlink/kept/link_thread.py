@@ -25,15 +25,16 @@ class LinkThread:
         is_closing: set by `close`.
     """
 
-    def __init__(self, name: str):
-        self.consumer: KVConsumer | None = None
+    def __init__(self, consumer: KVConsumer | None = None):
+        self.consumer = consumer
         self.is_closing = threading.Event()
-        self._name, self._thread = name, threading.Thread(name=name)
+        self._thread: threading.Thread | None = None
 
     def start(self, run: Callable[[], None]) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        start_thread(self._thread)
+        """Start the thread, unless the consumer's end was given."""
+        if self.consumer is None:
+            self._thread = threading.Thread(target=run, name="kvlink-kept", daemon=True)
+            start_thread(self._thread)
 
     def connect(self, url: str, options: dict[str, Any], *, timeout: float) -> KVConsumer:
         """Open the consumer's end, in the thread; ClosedError if `close` was called before."""
@@ -49,8 +50,8 @@ class LinkThread:
         while True:
             if self.consumer is not None:
                 self.consumer.close()
-            elif thread.ident is not None:
+            elif thread is not None and thread.ident is not None:
                 cancel_connect(thread.ident)
-            if not thread.is_alive() or thread is threading.current_thread():
+            if thread is None or thread is threading.current_thread() or not thread.is_alive():
                 return
             thread.join(_JOIN_SECONDS)

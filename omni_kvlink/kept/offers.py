@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.errors import ClosedError, KVLinkError
-from omni_kvlink.kept.store_messages import MAX_OFFERED, Attachment, Offer, offer_payload
+from omni_kvlink.kept.store_messages import MAX_OFFERED, Attachment, KeptOffer, offer_payload
 from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class OfferSender:
         start_thread(self._thread)
 
     def add(self, key: str, *, is_kept: bool = True) -> None:
-        """Offer a key, or say that it was withdrawn; does not block."""
+        """KeptOffer a key, or say that it was withdrawn; does not block."""
         if self._queue.qsize() >= MAX_QUEUED:
             self._offers_all = True
         else:
             self._queue.put(_Change(key, is_kept))
 
     def add_all(self) -> None:
-        """Offer all that is kept now: to a store that has just come, or is back."""
+        """KeptOffer all that is kept now: to a store that has just come, or is back."""
         self._offers_all = True
         self._queue.put(threading.Event())
 
@@ -100,7 +100,7 @@ class OfferSender:
         An offer has changes of one kind: their order would be lost in it.
         """
         keys = [change.key for change in changes]
-        offer = Offer(keys, []) if changes[0].is_kept else Offer([], keys)
+        offer = KeptOffer(keys, []) if changes[0].is_kept else KeptOffer([], keys)
         payload = offer_payload(self._attachment.inbox_key, offer)
         try:
             receipt = self._link.put(payload, readers=1, ttl=math.inf, timeout=math.inf)
@@ -114,7 +114,7 @@ class OfferSender:
         return True
 
     def _send_kept(self) -> bool:
-        """Offer all that is kept; False if the link is closed."""
+        """KeptOffer all that is kept; False if the link is closed."""
         self._offers_all, keys = False, self._kept.live()
         for first in range(0, len(keys), MAX_OFFERED):
             batch = keys[first : first + MAX_OFFERED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -53,6 +54,7 @@ class KeptSource:
 
     Attributes:
         refusal: why the other side takes no offers; "" if it takes them, or is not there.
+        was_connected: set when the other side has been there once.
     """
 
     def __init__(
@@ -67,12 +69,10 @@ class KeptSource:
     ):
         self.url, self._presence, self._options = url, presence, options
         self._on_connected, self._on_refused = on_connected, on_refused
-        self._resume_at = 0.0
+        self._resume_at, self.was_connected = 0.0, threading.Event()
         self.refusal, self.last_error = "", ""
-        self._thread = LinkThread("kvlink-source")
-        self._thread.consumer = consumer
-        if consumer is None:
-            self._thread.start(self._watch)
+        self._thread = LinkThread(consumer)
+        self._thread.start(self._watch)
 
     def __repr__(self) -> str:
         return f"<KeptSource {self.url}{'' if self.is_reachable else ', not there'}>"
@@ -161,6 +161,7 @@ class KeptSource:
                 consumer = self._thread.connect(self.url, self._options, timeout=MAX_TIMEOUT)
             [presence] = begin(consumer, get_requests([self._presence]), timeout=MAX_TIMEOUT)
             self._on_connected()
+            self.was_connected.set()
             presence.wait(timeout=MAX_TIMEOUT).release_unread()
         except PeerLostError as error:
             self.last_error = str(error)

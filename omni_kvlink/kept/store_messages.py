@@ -2,8 +2,8 @@
 
 A writer, which keeps payloads in its own link, asks for a key of the store's link that names its
 URL and its inbox, and goes on waiting for it: that is how the store learns of it, and how it learns
-of the store's end. The store connects to the writer's link and gets `Offer` after `Offer` from the
-inbox. It releases one when it has what it was offered.
+of the store's end. The store connects to the writer's link and gets one `KeptOffer` after the other
+from the inbox. It releases one when it has what it was offered.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 MAX_OFFERED = 64
 """Keys of one offer."""
 RESERVED = "kvlink-store/"
-"""What the keys of messages begin with; no payload of a store has such a key."""
+"""The beginning of the keys of messages; no payload of a store has such a key."""
 _ATTACH = re.compile(r"kvlink-store/attach/([0-9a-f]{32})/(.+)", re.DOTALL)
 _Keys = Annotated[list[str], msgspec.Meta(max_length=MAX_OFFERED)]
 
 
-class Offer(msgspec.Struct, frozen=True):
+class KeptOffer(msgspec.Struct, frozen=True):
     """Keys that the writer keeps, for the store to fetch, and keys that it withdraws."""
 
     kept: _Keys
@@ -57,15 +57,22 @@ def read_attachment(key: str) -> Attachment | None:
     return None if found is None else Attachment(found[1], found[2])
 
 
-def offer_payload(key: str, offer: Offer) -> TensorTransferData:
+def advertised(url: str) -> str:
+    """The URL by which others connect to a link: without options but the one that says where."""
+    address, _, query = url.partition("?")
+    tcp = [option for option in query.split("&") if option.startswith("tcp=")]
+    return f"{address}?{tcp[0]}" if tcp else address
+
+
+def offer_payload(key: str, offer: KeptOffer) -> TensorTransferData:
     """An offer to be put."""
     return TensorTransferData(key, {}, msgspec.to_builtins(offer))
 
 
-def read_offer(data: Payload) -> Offer:
+def read_offer(data: Payload) -> KeptOffer:
     """The offer in a payload; SchemaError if there is none."""
     metadata = data.metadata if isinstance(data, TensorTransferData) else {}
     try:
-        return msgspec.convert(metadata, Offer)
+        return msgspec.convert(metadata, KeptOffer)
     except msgspec.ValidationError as error:
         raise SchemaError(f"payload {data.request_id!r} is no offer: {error}") from None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.kept.store_contents import StoreContents
-    from omni_kvlink.kept.store_messages import Offer
+    from omni_kvlink.kept.store_messages import KeptOffer
     from omni_kvlink.link import KVConsumer
 
 CONNECT_SECONDS = 10.0
@@ -51,7 +51,7 @@ class StoreWriter:
         self.attachment, self.reason = attachment, ""
         self._options, self._contents, self._on_end = options, contents, on_end
         self._counters = Counter(dict.fromkeys(("fetched", "known", "missing", "refused"), 0))
-        self._thread = LinkThread("kvlink-writer")
+        self._thread = LinkThread()
         self._thread.start(self._run)
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class StoreWriter:
             raise
         received.release()
 
-    def _take(self, consumer: KVConsumer, offer: Offer) -> None:
+    def _take(self, consumer: KVConsumer, offer: KeptOffer) -> None:
         for key in offer.withdrawn:
             self._contents.remove(key)
         new = [key for key in offer.kept if not key.startswith(RESERVED)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _DEFAULTS = {"shm": "shm://*", "auto": "shm://*", "zmq+tcp": "zmq+tcp://127.0.0.1:*"}
-"""What a store of a scheme connects to unless it is said: to processes of its own user alone."""
+"""The writers of a store by its scheme, unless they are given: of its own user alone."""
 _SHARED = ("directory", "allow_uids", "insecure", "trusted_network", "quota")
 """Options of the store's own link that it connects with, too."""
 

@@ -23,7 +23,7 @@ OTHER_IDENTITY = "the producer keeps it under another identity, whose bytes woul
 
 
 class Backing(Protocol):
-    """Where payloads lie that are not in memory; called under the owner's lock: never blocks."""
+    """Finds payloads that are not in memory; called under the owner's lock: never blocks."""
 
     def holds(self, key: str) -> bool:
         """Whether `request` would bring this key's payload."""
