@@ -6,9 +6,7 @@ written there; an engine that has loaded a wrong byte fails when it is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,45 +17,9 @@ pytest.importorskip("vllm.v1.kv_offload.tiering.async_lookup", reason="these are
 from support.vllm.cache_layers import chunked, full, latent, sliding, uniform
 from support.vllm.engine_process import prompt
 from support.vllm.steps import BLOCK, SteppedEngine
-from support.vllm.tiers import counted, offloading, tier
+from support.vllm.tiers import LENGTH, WHOLE, compute, counted, evict
 
 Open = Callable[..., SteppedEngine]
-LENGTH = 4 * BLOCK + 7
-WHOLE = 4 * BLOCK
-"""Tokens of the whole blocks of a prompt, which are offloaded."""
-
-
-@pytest.fixture
-def open_engine(model: Path, sockets: str) -> Iterator[Open]:
-    """`open_engine(url, …)`: an engine with a tier; `steps` are arguments of `SteppedEngine`."""
-    with ExitStack() as engines:
-
-        def open_engine(
-            url: str, *, chunks: int = 6, steps: Any = None, extra: Any = None, **settings: Any
-        ) -> SteppedEngine:
-            entry = tier(url, **{"link": {"directory": sockets}, **settings})
-            configured = offloading(entry, chunks=chunks, **(extra or {}))
-            engine = SteppedEngine(str(model), configured, **(steps or {}))
-            engines.callback(engine.close)
-            return engine
-
-        yield open_engine
-
-
-def compute(engine: SteppedEngine, tokens: list[int], name: str = "") -> int:
-    """Run a request to its end, and its offloading too; the tokens that were not computed."""
-    name = name or f"request {len(engine.ended)}"
-    engine.add(name, tokens, None)
-    engine.run(name)
-    engine.settle()
-    assert engine.scheduler.reset_prefix_cache()
-    return engine.cached[name]
-
-
-def evict(engine: SteppedEngine) -> None:
-    """Fill the primary tier with other prompts."""
-    for seed in range(100, 103):
-        compute(engine, prompt(LENGTH, seed=seed))
 
 
 GROUPS = {
@@ -71,8 +33,8 @@ GROUPS = {
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_evicted_and_loaded_again(open_engine: Open, groups: Any, layout: str) -> None:
-    engine = open_engine("shm://a", chunks=12, steps={"groups": groups, "layout": layout})
+def test_evicted_and_loaded_again(tier_engine: Open, groups: Any, layout: str) -> None:
+    engine = tier_engine("shm://a", chunks=12, steps={"groups": groups, "layout": layout})
     tokens = prompt(LENGTH)
     assert compute(engine, tokens) == 0
     evict(engine)
@@ -80,26 +42,26 @@ def test_evicted_and_loaded_again(open_engine: Open, groups: Any, layout: str) -
     assert counted(engine)["loaded"] >= WHOLE // BLOCK
 
 
-@pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2)])
-def test_of_several_ranks(open_engine: Open, tensor: int, pipeline: int) -> None:
-    engine = open_engine("shm://a", steps={"tensor": tensor, "pipeline": pipeline})
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_of_several_ranks(tier_engine: Open, tensor: int, pipeline: int) -> None:
+    engine = tier_engine("shm://a", steps={"tensor": tensor, "pipeline": pipeline})
     compute(engine, prompt(LENGTH))
     evict(engine)
     assert compute(engine, prompt(LENGTH)) == WHOLE
 
 
-def test_chunks_of_several_blocks(open_engine: Open) -> None:
+def test_chunks_of_several_blocks(tier_engine: Open) -> None:
     """Two of five blocks have no chunk: they are computed."""
-    engine = open_engine("shm://a", extra={"blocks_per_chunk": 3})
+    engine = tier_engine("shm://a", extra={"blocks_per_chunk": 3})
     compute(engine, prompt(5 * BLOCK))
     evict(engine)
     assert compute(engine, prompt(5 * BLOCK)) == 3 * BLOCK
 
 
-def test_of_another_engine(open_engine: Open) -> None:
+def test_of_another_engine(tier_engine: Open) -> None:
     """And one list of URLs is for both."""
     peers = ["shm://a", "shm://b"]
-    one, other = (open_engine(url, peers=peers) for url in peers)
+    one, other = (tier_engine(url, peers=peers) for url in peers)
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == WHOLE
     assert counted(other)["loaded"] == WHOLE // BLOCK
@@ -111,15 +73,15 @@ def test_of_another_engine(open_engine: Open) -> None:
     [{"model": "another"}, {"adapter": "sql-v3"}, {"salt": "tenant 2"}],
     ids=lambda change: next(iter(change)),
 )
-def test_of_another_identity(open_engine: Open, change: dict[str, str]) -> None:
-    one, other = open_engine("shm://a"), open_engine("shm://b", peers=["shm://a"], **change)
+def test_of_another_identity(tier_engine: Open, change: dict[str, str]) -> None:
+    one, other = tier_engine("shm://a"), tier_engine("shm://b", peers=["shm://a"], **change)
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == 0
 
 
-def test_of_another_layout(open_engine: Open) -> None:
+def test_of_another_layout(tier_engine: Open) -> None:
     """The bytes of one chunk are as many in both."""
-    one = open_engine("shm://a", steps={"layout": "LBHNC"})
-    other = open_engine("shm://b", peers=["shm://a"], steps={"layout": "LBNHC"})
+    one = tier_engine("shm://a", steps={"layout": "LBHNC"})
+    other = tier_engine("shm://b", peers=["shm://a"], steps={"layout": "LBNHC"})
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == 0

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from support.vllm.engine_process import BLOCK, prompt
+
 if TYPE_CHECKING:
     from support.vllm.steps import SteppedEngine
 
-# Reaches into _transfers: vLLM calls the tier alone.
+# Reaches into _client, _transfers: vLLM calls the tier alone.
 
+LENGTH = 4 * BLOCK + 7
+WHOLE = 4 * BLOCK
+"""Tokens of the whole blocks of a prompt, which are offloaded."""
 PREFIX = "vllm:omni_kvlink_tier_"
 CHUNK_BYTES = 1 << 12
 """Bytes of a block of the stepped engine's two layers, rounded to pages."""
@@ -41,11 +46,6 @@ def tier(url: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def tier_of(engine: SteppedEngine) -> Any:
-    """The tier of an engine."""
-    return engine.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
-
-
 def counted(engine: SteppedEngine) -> Counter[str]:
     """What its tier has counted, as vLLM's metrics have it."""
     found = Counter[str]()
@@ -56,6 +56,26 @@ def counted(engine: SteppedEngine) -> Counter[str]:
     return found
 
 
-def client_of(engine: SteppedEngine) -> Any:
-    """What keeps the chunks of its tier."""
-    return tier_of(engine)._transfers._client
+def client_of(scheduler: Any) -> Any:
+    """What keeps the chunks of the tier of an engine with this scheduler."""
+    [tier] = scheduler.connector.connector_scheduler.manager.secondary_tiers
+    return tier._transfers._client
+
+
+def compute(engine: SteppedEngine, tokens: list[int]) -> int:
+    """Run a request to its end, and its offloading too; the tokens that were not computed.
+
+    Afterwards the engine's own blocks are empty, and the primary tier is not.
+    """
+    name = f"request {len(engine.ended)}"
+    engine.add(name, tokens, None)
+    engine.run(name)
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+    return engine.cached[name]
+
+
+def evict(engine: SteppedEngine) -> None:
+    """Fill a primary tier of 12 chunks or less with other prompts."""
+    for seed in range(100, 104):
+        compute(engine, prompt(LENGTH, seed=seed))

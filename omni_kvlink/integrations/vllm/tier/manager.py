@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import JobId, TransferJob
 
+    _Transfer = Callable[[TransferJob], JobResult]
+
 log = logging.getLogger(f"vllm.{__name__}")
 
 COUNTS = {
@@ -85,7 +87,7 @@ class OmniKVLinkTier(SecondaryTierManager):
             timeout=given.timeout,
             **given.link,
         )
-        self._transfers = ChunkTransfers(client, primary_kv_view)
+        self._transfers = ChunkTransfers(client, primary_kv_view, drain=given.drain)
         self._lookups = _Lookups(self._transfers, tier_type)
         self._storing = ThreadPoolExecutor(1, "kvlink-tier-store")
         self._loading = ThreadPoolExecutor(1, "kvlink-tier-load")

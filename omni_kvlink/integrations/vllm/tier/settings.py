@@ -29,6 +29,7 @@ class TierSettings(Settings):
     salt: str = ""  # keeps apart what would otherwise be shared
     budget: Annotated[int, Size(least=1)] = 4 << 30  # bytes of memory for chunks
     timeout: Annotated[float, Seconds(above=0)] = 2.0  # in which a store or a peer answers
+    drain: Annotated[float, Seconds()] = 0.0  # for which a shutdown waits for the stores
     locality: Literal["", "LOCAL", "REMOTE"] = ""  # for vLLM's filters and events
     # options of this engine's link and of those to stores and peers
     link: Annotated[dict[str, Any], SomeOf(Options)] = dataclasses.field(default_factory=dict)

@@ -35,27 +35,22 @@ class ChunkTransfers:
     Args:
         client: what keeps chunks, and finds those of others; closed by `close`.
         primary: vLLM's primary tier, bytes `[chunks, bytes of a chunk]`, mapped until `close`.
+        drain: seconds for which `close` waits until the stores have what was kept here.
     """
 
-    def __init__(self, client: StoreClient, primary: memoryview):
-        self._client = client
+    def __init__(self, client: StoreClient, primary: memoryview, *, drain: float):
+        self._client, self._drain = client, drain
         self._rows = torch.from_numpy(numpy.asarray(primary))
-        self._problem = ""  # the last one in the log
+        self._warned: set[tuple[str, type[KVLinkError]]] = set()
 
     def contains(self, keys: Iterable[OffloadKey]) -> list[bool]:
-        """Whether each chunk is kept here, in a store or by a peer; those that are count as used."""
+        """Whether each chunk is kept here, in a store or by a peer."""
         return self._client.contains([key.hex() for key in keys])
 
     def store(self, job: TransferJob) -> JobResult:
         """Keep the chunks of a job, those that are not yet kept; fails if one cannot be."""
-        started, stored = time.monotonic(), []
-        for key, row in self._chunks(job):
-            try:
-                self._client.put(key.hex(), {_CHUNK: row})
-            except KVLinkError as error:
-                self._warn("stored", error)
-            else:
-                stored.append(key)
+        started = time.monotonic()
+        stored = [key for key, row in self._chunks(job) if self._store(key, row)]
         return self._result(job, started, stored)
 
     def load(self, job: TransferJob) -> JobResult:
@@ -73,9 +68,18 @@ class ChunkTransfers:
         return self._result(job, started, loaded)
 
     def close(self) -> None:
-        """Close the links and leave the primary tier; after the last call of another method."""
-        self._client.close()
-        del self._rows
+        """Close the links, and drop the primary tier, which vLLM then unmaps."""
+        self._client.close(drain=self._drain)
+        self._rows = torch.empty(0, 0)
+
+    def _store(self, key: OffloadKey, row: torch.Tensor) -> bool:
+        """Keep a chunk, unless it is kept; whether it is."""
+        try:
+            self._client.put(key.hex(), {_CHUNK: row})
+        except KVLinkError as error:
+            self._warn("stored", error)
+            return False
+        return True
 
     def _load(self, chunks: Collection[tuple[OffloadKey, torch.Tensor]]) -> list[OffloadKey]:
         """Load these chunks, which are got at once; the keys of those that are there."""
@@ -108,8 +112,8 @@ class ChunkTransfers:
         )
 
     def _warn(self, verb: str, error: KVLinkError) -> None:
-        """Log that a chunk could not be stored or loaded, unless the last one failed as it did."""
-        problem = f"a chunk was not {verb}: {error}"
-        if problem != self._problem:
-            log.warning("%s", problem)
-        self._problem = problem
+        """Log that a chunk could not be stored or loaded, the first time of each kind of error."""
+        kind = verb, type(error)
+        if kind not in self._warned:
+            log.warning("a chunk was not %s: %s; the metrics count those that follow", verb, error)
+        self._warned.add(kind)
