@@ -53,6 +53,7 @@ ELSEWHERE = {
         "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
     ),
     ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
+    ("docs/vllm_tiers.md", "vllm serve MODEL "): "vLLM: tests/integrations/vllm/test_vllm_page.py",
     ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
     ),

@@ -1,13 +1,14 @@
-"""The commands of docs/vllm.md, without the engines that they start."""
+"""The commands of docs/vllm.md and vllm_tiers.md, without the engines that they start."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
 
-from support.doc_blocks import blocks
+from support.doc_blocks import ROOT, blocks
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
@@ -30,3 +31,25 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
         is_producer, is_consumer = config.is_kv_producer, config.is_kv_consumer
         extra = config.kv_connector_extra_config
         assert VllmSettings.of(extra, produces=is_producer, consumes=is_consumer)
+
+
+def test_the_settings_of_the_tier() -> None:
+    """The page's configuration is one that the tier takes, and its table has each setting."""
+    from vllm.config import KVTransferConfig
+
+    from omni_kvlink.integrations import vllm as integration
+    from omni_kvlink.integrations.vllm.tier.settings import TierSettings
+    from omni_kvlink.settings import rules
+
+    page = "docs/vllm_tiers.md"
+    [text] = [one.text for one in blocks(page) if "vllm serve" in one.first]
+    argv = shlex.split(text)
+    config = KVTransferConfig(**json.loads(argv[argv.index("--kv-transfer-config") + 1]))
+    [entry] = config.kv_connector_extra_config["secondary_tiers"]
+    assert (entry.pop("type"), entry.pop("module_path")) == ("OmniKVLinkTier", integration.__name__)
+    settings = TierSettings.of(entry, 0)
+    assert (settings.stores, settings.budget) == (("shm://store",), 32 << 30)
+    described = re.findall(r"^\| (`.*`) \|", (ROOT / page).read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(described))) - {"backpressure"} == {
+        *rules(TierSettings)
+    }

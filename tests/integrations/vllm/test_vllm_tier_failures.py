@@ -90,7 +90,7 @@ def test_the_least_recently_used_ones_are_evicted(tier_engine: Open) -> None:
 def test_an_error_that_nobody_expects(
     offloaded: SteppedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise ZeroDivisionError("of the test")
 
     client = client_of(offloaded.scheduler)

@@ -129,10 +129,10 @@ class OmniKVLinkTier(SecondaryTierManager):
         wait([job.future for job in self._jobs.values()])
 
     def shutdown(self) -> None:
-        """End the jobs that run, drop those that do not yet, and close the links."""
+        """Wait until all jobs have ended, and `drain` seconds for the stores; close the links."""
         self._lookups.shutdown()
-        for pool in (self._storing, self._loading):
-            pool.shutdown(cancel_futures=True)
+        self._storing.shutdown()
+        self._loading.shutdown()
         self._transfers.close()
 
     @classmethod
@@ -163,7 +163,7 @@ class OmniKVLinkTier(SecondaryTierManager):
         """The result of a job that has ended; what was not loaded is a miss from now on."""
         error = future.exception()
         if error is not None:  # vLLM holds the rows until a job has a result
-            log.error("a job of %d chunks failed: %r", len(job.keys), error)
+            log.error("a job of %d chunks failed: %s", len(job.keys), repr(error))
         result = JobResult(job.job_id, success=False) if error else future.result()
         ended = job.keys if result.success else result.successful_keys or ()
         failed = set(job.keys).difference(ended)

@@ -75,7 +75,7 @@ class ChunkTransfers:
     def _store(self, key: OffloadKey, row: torch.Tensor) -> bool:
         """Keep a chunk, unless it is kept; whether it is."""
         try:
-            self._client.put(key.hex(), {_CHUNK: row})
+            self._client.put(key.hex(), {_CHUNK: row}, timeout=0)  # wait for no reader's memory
         except KVLinkError as error:
             self._warn("stored", error)
             return False
