@@ -58,9 +58,10 @@ def test_chunks_of_several_blocks(tier_engine: Open) -> None:
     assert compute(engine, prompt(5 * BLOCK)) == 3 * BLOCK
 
 
-def test_of_another_engine(tier_engine: Open) -> None:
+@pytest.mark.parametrize("scheme", ["shm://", "zmq+ipc://{sockets}/", "auto://"])
+def test_of_another_engine(tier_engine: Open, sockets: str, scheme: str) -> None:
     """And one list of URLs is for both."""
-    peers = ["shm://a", "shm://b"]
+    peers = [scheme.format(sockets=sockets) + name for name in ("a", "b")]
     one, other = (tier_engine(url, peers=peers) for url in peers)
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == WHOLE

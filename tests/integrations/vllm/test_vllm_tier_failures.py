@@ -18,7 +18,7 @@ pytest.importorskip("vllm.v1.kv_offload.tiering.async_lookup", reason="these are
 
 from omni_kvlink import KVLink
 from omni_kvlink.integrations.vllm.tier import manager, transfers
-from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
+from omni_kvlink.testing.tampering import TamperingCopier, do_nothing, flip_bit
 from support.vllm.engine_process import prompt
 from support.vllm.steps import BLOCK, SteppedEngine
 from support.vllm.tiers import CHUNK_BYTES, LENGTH, WHOLE, client_of, compute, counted, evict
@@ -66,6 +66,11 @@ def test_a_flipped_bit(tier_engine: Open, monkeypatch: pytest.MonkeyPatch) -> No
     evict(engine)
     assert compute(engine, TOKENS) == 0
     assert counted(engine)["missed"] == CHUNKS
+    copier.tamper = do_nothing
+    evict(engine)
+    compute(engine, TOKENS)  # and keep what is right in its place
+    evict(engine)
+    assert compute(engine, TOKENS) == WHOLE
 
 
 def test_a_budget_smaller_than_a_chunk(tier_engine: Open, caplog: pytest.LogCaptureFixture) -> None:
