@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ def test_the_primary_tier_is_emptied_amid_jobs(
     """The reset waits for the jobs, since it frees the chunks that they read."""
     engine, is_waited_for = tier_engine("shm://a"), threading.Event()
     client = client_of(engine.scheduler)
-    put, wait = client.put, manager.wait
+    put = client.put
 
     def late(*given: Any, **options: Any) -> bool:
         is_waited_for.wait()
