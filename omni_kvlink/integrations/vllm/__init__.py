@@ -52,7 +52,7 @@ _MODULES = {
     "OmniKVLinkTier": "tier.manager",
     "HostTieringSpec": "tier.host_pools",
 }
-"""What a configuration names, and its module here."""
+"""The classes that a configuration names, and their modules here."""
 
 
 def register() -> None:

@@ -34,7 +34,7 @@ def cache_identity(config: OffloadingConfig, settings: TierSettings, nbytes: int
 
 
 def _layout(config: OffloadingConfig, nbytes: int) -> dict[str, Any]:
-    """What lies where in a chunk, in JSON values."""
+    """The layout of a chunk, in JSON values."""
     ranks = dataclasses.asdict(config.parallel)
     for name in ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"):
         del ranks[name]  # each engine has chunks of its own, with all its ranks

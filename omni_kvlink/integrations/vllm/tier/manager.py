@@ -143,7 +143,7 @@ class OmniKVLinkTier(SecondaryTierManager):
         return {_metric(name): OffloadingCounterMetadata(text) for name, text in COUNTS.items()}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call."""
+        """The counts since the last call, which begin again at 0."""
         stats = OffloadingConnectorStats()
         for name, count in self._counts.items():
             if count:
