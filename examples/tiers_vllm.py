@@ -44,6 +44,7 @@ def open_engine(model: str, store: str) -> Any:
         "url": f"{store}-engine",
         "stores": [store],
         "model": "random Qwen2",
+        "timeout": 30,  # in which the store must be there
         "drain": 30,
     }
     transfer = KVTransferConfig(

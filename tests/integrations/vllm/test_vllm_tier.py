@@ -17,7 +17,7 @@ pytest.importorskip("vllm.v1.kv_offload.tiering.async_lookup", reason="these are
 from support.vllm.cache_layers import chunked, full, latent, sliding, uniform
 from support.vllm.engine_process import prompt
 from support.vllm.steps import BLOCK, SteppedEngine
-from support.vllm.tiers import LENGTH, WHOLE, compute, counted, evict
+from support.vllm.tiers import LENGTH, WHOLE, client_of, compute, counted, evict
 
 Open = Callable[..., SteppedEngine]
 
@@ -62,7 +62,8 @@ def test_chunks_of_several_blocks(tier_engine: Open) -> None:
 def test_of_another_engine(tier_engine: Open, sockets: str, scheme: str) -> None:
     """And one list of URLs is for both."""
     peers = [scheme.format(sockets=sockets) + name for name in ("a", "b")]
-    one, other = (tier_engine(url, peers=peers) for url in peers)
+    one = tier_engine(peers[0], peers=peers, timeout=1)
+    other = tier_engine(peers[1], peers=peers, timeout=60)
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == WHOLE
     assert counted(other)["loaded"] == WHOLE // BLOCK
@@ -75,7 +76,8 @@ def test_of_another_engine(tier_engine: Open, sockets: str, scheme: str) -> None
     ids=lambda change: next(iter(change)),
 )
 def test_of_another_identity(tier_engine: Open, change: dict[str, str]) -> None:
-    one, other = tier_engine("shm://a"), tier_engine("shm://b", peers=["shm://a"], **change)
+    one = tier_engine("shm://a")
+    other = tier_engine("shm://b", peers=["shm://a"], timeout=60, **change)
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == 0
 
@@ -83,6 +85,13 @@ def test_of_another_identity(tier_engine: Open, change: dict[str, str]) -> None:
 def test_of_another_layout(tier_engine: Open) -> None:
     """The bytes of one chunk are as many in both."""
     one = tier_engine("shm://a", steps={"layout": "LBHNC"})
-    other = tier_engine("shm://b", peers=["shm://a"], steps={"layout": "LBNHC"})
+    other = tier_engine("shm://b", peers=["shm://a"], timeout=60, steps={"layout": "LBNHC"})
     compute(one, prompt(LENGTH))
     assert compute(other, prompt(LENGTH)) == 0
+
+
+def test_the_start_waits_for_stores_and_peers(tier_engine: Open) -> None:
+    """What the first request needs is found then."""
+    tier_engine("shm://a")
+    other = tier_engine("shm://b", peers=["shm://a"], timeout=60)
+    assert client_of(other.scheduler).wait_connected(timeout=0)

@@ -122,6 +122,10 @@ class Engine:
             time.sleep(REST)
         raise TimeoutError(f"the scheduler is still busy after {limit} steps")
 
+    def wait_connected(self) -> bool:
+        """Wait until the engine's tier is connected to its stores and peers."""
+        return bool(client_of(self.core.scheduler).wait_connected(timeout=60))
+
     def drain(self) -> bool:
         """Wait until the stores of the engine's tier have fetched its chunks."""
         return bool(client_of(self.core.scheduler).drain(timeout=60))

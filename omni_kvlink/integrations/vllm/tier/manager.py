@@ -87,6 +87,7 @@ class OmniKVLinkTier(SecondaryTierManager):
             timeout=given.timeout,
             **given.link,
         )
+        client.wait_connected(timeout=given.timeout)  # else the first requests would miss
         self._transfers = ChunkTransfers(client, primary_kv_view, drain=given.drain)
         self._lookups = _Lookups(self._transfers, tier_type)
         self._storing = ThreadPoolExecutor(1, "kvlink-tier-store")
