@@ -14,10 +14,11 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 pytest.importorskip("vllm.v1.kv_offload.tiering.async_lookup", reason="these are tiers of 0.32")
 
+from omni_kvlink.kept import StoreClient
 from support.vllm.cache_layers import chunked, full, latent, sliding, uniform
 from support.vllm.engine_process import prompt
 from support.vllm.steps import BLOCK, SteppedEngine
-from support.vllm.tiers import LENGTH, WHOLE, client_of, compute, counted, evict
+from support.vllm.tiers import LENGTH, WHOLE, compute, counted, evict
 
 Open = Callable[..., SteppedEngine]
 
@@ -90,8 +91,17 @@ def test_of_another_layout(tier_engine: Open) -> None:
     assert compute(other, prompt(LENGTH)) == 0
 
 
-def test_the_start_waits_for_stores_and_peers(tier_engine: Open) -> None:
+def test_the_start_waits_for_stores_and_peers(
+    tier_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the first request needs is found then."""
+    wait, connected = StoreClient.wait_connected, list[bool]()
+
+    def counted_wait(client: StoreClient, *, timeout: float) -> bool:
+        connected.append(wait(client, timeout=timeout))
+        return connected[-1]
+
     tier_engine("shm://a")
-    other = tier_engine("shm://b", peers=["shm://a"], timeout=60)
-    assert client_of(other.scheduler).wait_connected(timeout=0)
+    monkeypatch.setattr(StoreClient, "wait_connected", counted_wait)
+    tier_engine("shm://b", peers=["shm://a"], timeout=60)
+    assert connected == [True]
