@@ -199,6 +199,7 @@ test-vllm-%: .venv-vllm/%/.ready
 		-W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/$*/bin/python examples/pd_vllm.py
 	.venv-vllm/$*/bin/python examples/epd_vllm.py
+	$(if $(filter 0.32%,$*),.venv-vllm/$*/bin/python examples/tiers_vllm.py)  # older ones have no such tiers
 
 # vLLM 0.33 has no CPU build: its Python code runs without its kernels, and so without a model.
 INTERFACE := .venv-vllm/interface

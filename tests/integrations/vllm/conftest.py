@@ -80,6 +80,26 @@ def engine(model: Path, sockets: str) -> Iterator[Callable[..., Any]]:
         made.close()
 
 
+@pytest.fixture
+def tier_engine(model: Path, sockets: str) -> Iterator[Callable[..., Any]]:
+    """`tier_engine(url, …)`: a stepped engine with a tier; `steps` are `SteppedEngine`'s."""
+    from support.vllm.steps import SteppedEngine
+    from support.vllm.tiers import offloading, tier
+
+    with ExitStack() as engines:
+
+        def tier_engine(
+            url: str, *, chunks: int = 6, steps: Any = None, extra: Any = None, **settings: Any
+        ) -> Any:
+            entry = tier(url, **{"link": {"directory": sockets}, **settings})
+            configured = offloading(entry, chunks=chunks, **(extra or {}))
+            made = SteppedEngine(str(model), configured, **(steps or {}))
+            engines.callback(made.close)
+            return made
+
+        yield tier_engine
+
+
 Start = Callable[..., EngineProcess]
 
 

@@ -26,7 +26,7 @@ def test_the_connector_without_vllm() -> None:
     code += "import OmniKVLinkConnector"
     done = output(code)
     assert done.returncode != 0
-    assert "UnavailableError: the vLLM connector cannot be imported" in done.stderr
+    assert "UnavailableError: OmniKVLinkConnector cannot be imported" in done.stderr
     assert "pip install 'vllm==0.32.*'" in done.stderr
 
 

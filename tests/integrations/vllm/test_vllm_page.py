@@ -1,14 +1,15 @@
-"""The commands of docs/vllm.md, without the engines that they start."""
+"""The commands of docs/vllm.md and vllm_tiers.md, without the engines that they start."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
 import pytest
 
-from support.doc_blocks import blocks
+from support.doc_blocks import ROOT, blocks
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
@@ -44,3 +45,25 @@ def check_containers(made: list[tuple[str, Any]]) -> None:
     assert consumer.connect["allow_uids"] == (1000,)
     for options in (producer.serve, consumer.connect):
         assert (options["directory"], options["require"]) == ("/run/kvlink", ("shm",))
+
+
+def test_the_settings_of_the_tier() -> None:
+    """The page's configuration is one that the tier takes, and its table has each setting."""
+    from vllm.config import KVTransferConfig
+
+    from omni_kvlink.integrations import vllm as integration
+    from omni_kvlink.integrations.vllm.tier.settings import TierSettings
+    from omni_kvlink.settings import rules
+
+    page = "docs/vllm_tiers.md"
+    [text] = [one.text for one in blocks(page) if "vllm serve" in one.first]
+    argv = shlex.split(text)
+    config = KVTransferConfig(**json.loads(argv[argv.index("--kv-transfer-config") + 1]))
+    [entry] = config.kv_connector_extra_config["secondary_tiers"]
+    assert (entry.pop("type"), entry.pop("module_path")) == ("OmniKVLinkTier", integration.__name__)
+    settings = TierSettings.of(entry, 0)
+    assert (settings.stores, settings.budget) == (("shm://store",), 32 << 30)
+    described = re.findall(r"^\| (`.*`) \|", (ROOT / page).read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(described))) - {"backpressure"} == {
+        *rules(TierSettings)
+    }

@@ -12,6 +12,7 @@ import pytest
 from omni_kvlink import ConnectorError, KVLink, KVLinkError, SchemaError
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.settings import EncoderSettings, VllmSettings
+from omni_kvlink.integrations.vllm.tier.settings import TierSettings
 from omni_kvlink.testing.rig import until
 from support.connectors.keyless import is_let_in
 
@@ -84,6 +85,21 @@ ENCODERS: list[tuple[dict[str, Any], str]] = [
     ({"load_failure_policy": "recompute"}, "load_failure_policy='recompute': wanted 'encode' or"),
     ({"peers": ["shm://*"]}, "peers: shm://* names no producer; wanted URLs without *"),
 ]  # fmt: skip
+TIERS: list[tuple[dict[str, Any], str]] = [
+    ({"url": ""}, 'url is missing: what this engine serves, such as "shm://engine-0"'),
+    ({"model": ""}, "model is missing: a name of the weights with their revision and quantiza"),
+    ({"modle": "m"}, "modle: no such setting; did you mean model? There are url, stores"),
+    ({"url": "shn://p"}, "url='shn://p': no connector shn; did you mean shm?"),
+    ({"stores": "shm://s"}, "stores='shm://s': wanted a list of any number of elements"),
+    ({"peers": ["p"]}, "peers[0]: 'p' is not a link URL; one looks like shm://name"),
+    ({"model": 3}, "model=3: wanted a text"),
+    ({"adapter": None}, "adapter=None: wanted a text"),
+    ({"budget": 0}, f"budget=0: wanted bytes from 1 to 2**63 - 1: {SIZE}"),
+    ({"timeout": 0}, f"timeout=0: {SECONDS}"),
+    ({"drain": -1}, "drain=-1: wanted a number of seconds from 0 on"),
+    ({"locality": "near"}, "locality='near': wanted '' or 'LOCAL' or 'REMOTE'"),
+    ({"link": {"directry": "/x"}}, "link.directry: no such setting; did you mean directory?"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("extra", "sentence"), CACHES)
@@ -98,6 +114,22 @@ def test_a_mistake_of_the_encoder_connector(extra: dict[str, Any], sentence: str
     with pytest.raises(SchemaError) as caught:
         EncoderSettings.of({**RIGHT, **extra}, produces=True, consumes=True)
     assert str(caught.value).startswith(f"ec_connector_extra_config: {sentence}")
+
+
+@pytest.mark.parametrize(("extra", "sentence"), TIERS)
+def test_a_mistake_of_the_tier(extra: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        TierSettings.of({"url": "shm://a", "model": "m", **extra}, 0)
+    assert str(caught.value).startswith(f"secondary_tiers: {sentence}")
+
+
+def test_the_tiers_of_data_parallel_engines() -> None:
+    """One entry is for all of them."""
+    entry = {"url": "shm://e-{dp}", "peers": ["shm://e-0", "shm://e-1"], "model": "m"}
+    entry["budget"] = "8GB"
+    found = [TierSettings.of(entry, index) for index in (0, 1)]
+    assert [each.url for each in found] == ["shm://e-0", "shm://e-1"]
+    assert {each.budget for each in found} == {8 * 10**9}
 
 
 @pytest.mark.parametrize("extra", [None, [], "url"])

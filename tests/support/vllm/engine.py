@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from support.vllm.halves import link_of, saver_of
+from support.vllm.tiers import client_of
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -120,6 +121,14 @@ class Engine:
             self.step()
             time.sleep(REST)
         raise TimeoutError(f"the scheduler is still busy after {limit} steps")
+
+    def wait_connected(self) -> bool:
+        """Wait until the engine's tier is connected to its stores and peers."""
+        return bool(client_of(self.core.scheduler).wait_connected(timeout=60))
+
+    def drain(self) -> bool:
+        """Wait until the stores of the engine's tier have fetched its chunks."""
+        return bool(client_of(self.core.scheduler).drain(timeout=60))
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])

@@ -110,6 +110,7 @@ class SteppedEngine:
         self.ended: dict[str, tuple[str, Any]] = {}  # the reason, and the kv_transfer_params
         self.cached: dict[str, int] = {}  # tokens that were not computed
         self.counts: dict[str, int] = {}
+        self.reported: list[Any] = []  # by the scheduler, for vLLM's metrics
 
     def add(
         self, name: str, prompt: list[int], params: object, *, tokens: int = 1, **inputs: Any
@@ -144,6 +145,10 @@ class SteppedEngine:
                 if isinstance(value, int):
                     self.counts[key] = self.counts.get(key, 0) + value
         answers = self.scheduler.update_from_output(plan, output)
+        reports = (each.scheduler_stats for each in answers.values())
+        self.reported += [
+            report.kv_connector_stats for report in reports if report and report.kv_connector_stats
+        ]
         for answer in (one for each in answers.values() for one in each.outputs):
             if answer.finish_reason is not None:
                 params = answer.kv_transfer_params
