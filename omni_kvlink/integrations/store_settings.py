@@ -6,7 +6,6 @@ import dataclasses
 from typing import Annotated, Any
 
 from omni_kvlink.kept import CacheIdentity, StoreClient
-
 from omni_kvlink.lowlevel import Options
 from omni_kvlink.settings import Seconds, Settings, Size, SomeOf, Text, Texts
 
