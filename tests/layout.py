@@ -67,7 +67,8 @@ LAYERS = (
     "engine.models",
     "engine.entrypoints",
     "engine",
-    "integrations.vllm integrations.vllm_omni",
+    "integrations.store_settings",
+    "integrations.vllm integrations.vllm_omni integrations.lmcache integrations.sglang",
     "integrations",
     "testing",
     "inspection",
@@ -80,7 +81,7 @@ LAYERS = (
 """The folders and modules of the package, lowest first. A file imports from its own entry and from
 lines above, never from a neighbour on its line; imports inside functions count."""
 
-PUBLIC = {"", "errors", "settings", "lowlevel", "adapters", "topology", "aio", "lookup"}
+PUBLIC = {"", "errors", "settings", "lowlevel", "adapters", "topology", "aio", "lookup", "kept"}
 """What the engine and the integrations may import of the library; `""` is `omni_kvlink` itself."""
 
 ONLY = {
