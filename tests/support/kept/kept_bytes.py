@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import ctypes
 
 
 def flip_kept(pattern: bytes) -> int:
-    """Flip one bit in each place of the links' memory that begins with `pattern`; their number."""
+    """Flip one bit in each place of the links' memory that begins with `pattern`; their number.
+
+    In the producer's own mapping: the file is sealed against others.
+    """
     places = 0
-    for number in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{number}"
-        try:
-            if "memfd:kvlink" not in os.readlink(path):
-                continue
-            file = os.open(path, os.O_RDWR)
-        except OSError:  # closed since, or of the listing itself
+    with open("/proc/self/maps") as lines:
+        mappings = [line.split(maxsplit=2)[:2] for line in lines if "memfd:kvlink" in line]
+    for span, rights in mappings:
+        if not rights.startswith("rw"):
             continue
-        try:
-            with mmap.mmap(file, 0) as memory:
-                at = memory.find(pattern)
-                while at >= 0:
-                    memory[at] ^= 1
-                    places += 1
-                    at = memory.find(pattern, at + 1)
-        finally:
-            os.close(file)
+        start, end = (int(address, 16) for address in span.split("-"))
+        memory = (ctypes.c_ubyte * (end - start)).from_address(start)
+        content = bytes(memory)
+        at = content.find(pattern)
+        while at >= 0:
+            memory[at] ^= 1
+            places += 1
+            at = content.find(pattern, at + 1)
     return places
