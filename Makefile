@@ -195,7 +195,8 @@ test-lmcache: .venv-lmcache/.ready
 
 # Not in `test`: SGLang's HiCache interface and host pools; its engine needs a GPU.
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python -m pytest -W ignore::DeprecationWarning tests/integrations/sglang $(ARGS)
+	.venv-sglang/bin/python -m pytest -W ignore::DeprecationWarning -W "ignore:Only CUDA:UserWarning" \
+		tests/integrations/sglang $(ARGS)
 
 .venv-sglang/.ready: $(VENV)/.ready tests/integrations/sglang/sglang.txt
 	$(sharing_torch)

@@ -149,8 +149,10 @@ def test_memory_of_another_layout_is_a_miss(l2: Callable[..., L2], into: dict[st
 
 def test_a_flipped_bit_is_a_miss(l2: Callable[..., L2]) -> None:
     one = l2(options={"inline": 0})
-    one.store([key_of(1), key_of(2)], [chunk(1), chunk(2)])
-    assert flip_kept(bytes(chunk(1).byte_array[:32])) == 1
+    stored = [chunk(1), chunk(2)]
+    one.store([key_of(1), key_of(2)], stored)
+    pattern = bytes(stored[0].byte_array[:32])
+    assert flip_kept(pattern) == 1
     assert one.load([key_of(1), key_of(2)], [chunk(), chunk()]) == [1]
     assert one.misses == {"damaged": 1}
 
