@@ -23,7 +23,7 @@ class Shard:
         """The number of a rank of this one's groups, over data, pipeline, tensor and context."""
         config = self._config
         stage = config.dp_rank * config.pp_size + config.pp_rank
-        return (stage * config.tp_size + tp_rank) * config.attn_cp_size + config.attn_cp_rank
+        return int((stage * config.tp_size + tp_rank) * config.attn_cp_size + config.attn_cp_rank)
 
     def name(self, *, is_replicated: bool) -> str:
         """What tells this rank's part of a page from others'; all ranks have a replicated one."""

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.device_pool_info import (
     MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 PAGE = 4
 """Tokens of a page."""
 LAYERS = 3
+BUDGET = 1 << 30
+"""Bytes for a pool; SGLang would leave 10 GB of the machine's memory free."""
 CPU = torch.device("cpu")
+
+
+def build(kind: type, *args: Any, **options: Any) -> Any:
+    """A pool of one of SGLang's classes, on any machine."""
+    with host_memory_budget_scope(BUDGET):
+        return kind(*args, **options)
 
 
 def mha_pool(
@@ -50,7 +59,8 @@ def mha_pool(
         dtype=dtype,
         device=CPU,
     )
-    return get_mha_host_pool_cls(info)(
+    return build(
+        get_mha_host_pool_cls(info),
         info,
         host_to_device_ratio=2.0,
         host_size=0,
@@ -79,7 +89,8 @@ def mla_pool(pages: int, *, layout: str = "page_first", dtype: torch.dtype = tor
         dtype=dtype,
         device=CPU,
     )
-    return MLATokenToKVPoolHost(
+    return build(
+        MLATokenToKVPoolHost,
         info,
         host_to_device_ratio=2.0,
         host_size=0,
@@ -102,7 +113,8 @@ def mamba_pool(slots: int, *, side_states: bool = False) -> Any:
         conv=(torch.zeros(LAYERS, 2, 10, 3, dtype=torch.bfloat16),),
         extra_checkpoint_buffers=extra,
     )
-    return MambaPoolHost(
+    return build(
+        MambaPoolHost,
         info,
         host_to_device_ratio=(slots - 1) / 2,
         host_size=0,
