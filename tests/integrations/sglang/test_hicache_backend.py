@@ -27,7 +27,6 @@ from omni_kvlink.testing.rig import until
 from support.doc_blocks import blocks
 from support.kept.kept_bytes import flip_kept
 from support.sglang.pools import (
-    buffers,
     fill,
     mamba_pool,
     mha_pool,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _numbers = itertools.count()
-Make = "Callable[..., KVLinkHiCache]"
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def hicache(sockets: str) -> Iterator[Callable[..., KVLinkHiCache]]:
         own = {"options": {"directory": sockets}, **changes.pop("kvlink", {})}
         serve = serve or f"shm://hicache-{next(_numbers)}"
         config = storage_config(serve, kvlink=own, **changes)
-        backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+        backend: KVLinkHiCache = StorageBackendFactory.create_backend("dynamic", config, pool)
         opened.append(backend)
         backend.register_mem_pool_host(pool)
         for name, one in (("kv", pool), *extra) if extra else ():
@@ -239,14 +237,14 @@ def test_a_flipped_bit_is_a_miss(hicache: Callable[..., KVLinkHiCache], sockets:
 def test_too_few_slots_move_nothing(hicache: Callable[..., KVLinkHiCache]) -> None:
     pool, keys = mha_pool(4), keys_of(2)
     fill(pool, 1)
-    before = [buffer.clone() for buffer in buffers(pool)]
+    before = [page_bytes(pool, page) for page in range(4)]
     backend = hicache(pool, ("mamba", mamba_pool(3)))
     short = PoolTransfer(name=PoolName.KV, host_indices=slots(pool, [0]), keys=keys)
     assert backend.batch_set_v2([short]) == {"kv": [False, False]}
     assert backend.batch_exists(keys) == 0
     backend.batch_set_v1(keys, slots(pool, [0, 1]))
     assert backend.batch_get_v2([short]) == {"kv": [False, False]}
-    assert all(map(torch.equal, buffers(pool), before))
+    assert [page_bytes(pool, page) for page in range(4)] == before
 
 
 def test_existing_prefixes_are_those_of_sglangs_own_backend(
