@@ -14,7 +14,7 @@ export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-containers test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-interface test-vllm-dynamo test-vllm-omni \
+.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-containers test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-interface test-vllm-dynamo test-vllm-omni test-lmcache test-sglang \
 	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
@@ -30,7 +30,7 @@ make lint           ruff, clang-format and mypy over everything
 make format         what lint would change
 make docs           the documentation site, in docs/_build/html
 make test-all       what test leaves out: the slow ones
-make test-hf test-vllm test-vllm-omni test-diffusers test-ray test-ucx test-torchao test-containers  one suite for each host
+make test-hf test-vllm test-vllm-omni test-diffusers test-ray test-lmcache test-sglang test-ucx test-torchao test-containers  one suite for each host
 make test-prometheus  the metrics, by a Prometheus that scrapes a run
 make asan tsan asan-tensors fuzz mutants  sanitizers, random bytes, broken code
 make wheel wheel-test pythons licences    what is published
@@ -182,6 +182,25 @@ test-ray: .venv-ray/.ready
 .venv-ray/.ready: $(VENV)/.ready
 	$(sharing_torch)
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q ray==2.60.0
+	touch $@
+
+# Not in `test`: LMCache's second level, with its own bench. `--no-deps`: it would ask for CUDA.
+test-lmcache: .venv-lmcache/.ready
+	.venv-lmcache/bin/python -m pytest -W ignore::DeprecationWarning tests/integrations/lmcache $(ARGS)
+
+.venv-lmcache/.ready: $(VENV)/.ready tests/integrations/lmcache/lmcache.txt
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps -r tests/integrations/lmcache/lmcache.txt
+	touch $@
+
+# Not in `test`: SGLang's HiCache interface and host pools; its engine needs a GPU.
+test-sglang: .venv-sglang/.ready
+	.venv-sglang/bin/python -m pytest -W ignore::DeprecationWarning -W "ignore:Only CUDA:UserWarning" \
+		tests/integrations/sglang $(ARGS)
+
+.venv-sglang/.ready: $(VENV)/.ready tests/integrations/sglang/sglang.txt
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps -r tests/integrations/sglang/sglang.txt
 	touch $@
 
 # In an environment of its own, 2 GB: vLLM for the CPU; `test-vllm` runs the last of these versions.

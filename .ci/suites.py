@@ -47,6 +47,8 @@ HOSTS = (
     "test-diffusers",
     "test-hf-4.50.3",
     "test-torchao",
+    "test-lmcache",
+    "test-sglang",
 )
 PYTEST = (*TESTS, *VLLM, *HOSTS)
 STAGES = (

@@ -55,6 +55,15 @@ ELSEWHERE = {
     ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
     ("docs/vllm.md", "python -m dynamo.vllm "): "vLLM: tests/integrations/vllm/test_vllm_page.py",
     ("docs/vllm_tiers.md", "vllm serve MODEL "): "vLLM: tests/integrations/vllm/test_vllm_page.py",
+    ("docs/guides/lmcache.md", "lmcache server "): (
+        "LMCache: tests/integrations/lmcache/test_lmcache_bench.py"
+    ),
+    ("docs/guides/lmcache.md", "make .venv-lmcache/.ready"): (
+        "LMCache: tests/integrations/lmcache/test_lmcache_bench.py"
+    ),
+    ("docs/guides/hicache.md", "python -m sglang.launch_server "): (
+        "SGLang: tests/integrations/sglang/test_hicache_backend.py"
+    ),
     ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
     ),

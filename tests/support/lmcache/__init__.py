@@ -1,0 +1,1 @@
+"""LMCache's own objects, and an adapter whose tasks are waited for."""

@@ -1,0 +1,1 @@
+"""SGLang's host pools without its engine."""
