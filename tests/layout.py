@@ -66,7 +66,7 @@ LAYERS = (
     "engine.models",
     "engine.entrypoints",
     "engine",
-    "integrations.vllm integrations.vllm_omni",
+    "integrations.ray integrations.vllm integrations.vllm_omni",
     "integrations",
     "testing",
     "inspection",
