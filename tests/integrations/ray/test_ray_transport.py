@@ -208,8 +208,7 @@ def test_links_of_lost_sources_are_closed(make: Callable[..., KVLinkTransport]) 
         open_links = reader.links.stats()["consumers"]
         assert len(open_links) == 1, number
         source.links.close()
-        links_of_reader = reader.links.stats
-        until(lambda: not links_of_reader()["consumers"][0]["connected"], "it is noticed")
+        until(lambda: not reader.links.stats()["consumers"][0]["connected"], "it is noticed")
 
 
 def test_an_aborted_transfer_raises(make: Callable[..., KVLinkTransport]) -> None:
@@ -239,7 +238,7 @@ def test_errors_keep_no_tensors(make: Callable[..., KVLinkTransport]) -> None:
 def test_a_tensor_that_cannot_be_sent_is_named(
     make: Callable[..., KVLinkTransport], tensor: torch.Tensor
 ) -> None:
-    with pytest.raises(SchemaError, match="tensor '?1'?"):
+    with pytest.raises(SchemaError, match=r"tensor '?1'?"):
         put(make(), [torch.ones(2), tensor])
 
 
