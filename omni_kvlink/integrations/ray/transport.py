@@ -25,8 +25,8 @@ from omni_kvlink.errors import (
     TransferFailed,
     without_frames,
 )
-from omni_kvlink.integrations.ray.kept_bytes import KeptBytes
-from omni_kvlink.integrations.ray.links import Links, Source
+from omni_kvlink.integrations.ray.actor_links import ActorLinks, TensorOrigin
+from omni_kvlink.integrations.ray.object_quota import ObjectQuota
 from omni_kvlink.integrations.ray.settings import RaySettings
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ _REMEMBERED = 1024
 
 @dataclasses.dataclass
 class KVLinkMetadata(TensorTransportMetadata):  # type: ignore[misc, unused-ignore]
-    """Where the tensors of an object are; `source` is None if it has none.
+    """The place of the tensors of an object; `source` is None if it has none.
 
     `node` is the address of the source's node.
     """
 
-    source: Source | None = None
+    source: TensorOrigin | None = None
     node: str = ""
 
 
@@ -60,8 +60,8 @@ class KVLinkTransport(TensorTransportManager):  # type: ignore[misc, unused-igno
     settings: ClassVar[RaySettings] = RaySettings()
 
     def __init__(self) -> None:
-        self.links = Links(self.settings)
-        self._kept = KeptBytes(self.settings.quota)
+        self.links = ActorLinks(self.settings)
+        self._kept = ObjectQuota(self.settings.quota)
         self._aborted = collections.deque[str](maxlen=_REMEMBERED)
         self._warned = collections.deque[str](maxlen=_REMEMBERED)
 

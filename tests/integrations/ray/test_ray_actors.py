@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,11 +14,15 @@ import torch
 
 from omni_kvlink import CapacityError, PeerLostError, SchemaError
 from omni_kvlink.testing.rig import until
+from support.doc_blocks import blocks
 from support.engine.ray_cluster import two_nodes
 from support.ray.tensors import digest, many_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.engine.ray_cluster import Nodes
 
 ray = pytest.importorskip("ray", reason="needs `pip install 'omni-kvlink[ray]'`")
 
@@ -28,28 +34,28 @@ GROWTH = 32 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nodes() -> Iterator[None]:
-    with two_nodes():
-        yield
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as made:
+        yield made
 
 
 def maker(node: str = "head") -> Any:
-    return ray.remote(num_cpus=0, resources={node: 0.1})(actors.Maker).remote()
+    return ray.remote(num_cpus=0, resources={node: 0.1})(actors.TensorSource).remote()
 
 
 def reader(node: str = "head", *, enable: bool = True) -> Any:
     options = {"enable_tensor_transport": True} if enable else {}
-    made = ray.remote(num_cpus=0, resources={node: 0.1}, **options)(actors.Reader)
+    made = ray.remote(num_cpus=0, resources={node: 0.1}, **options)(actors.TensorReader)
     return made.remote()
 
 
 @pytest.fixture(scope="module")
-def source(nodes: None) -> Any:
+def source(nodes: Nodes) -> Any:
     return maker()
 
 
 @pytest.fixture(scope="module")
-def readers(nodes: None) -> list[Any]:
+def readers(nodes: Nodes) -> list[Any]:
     return [reader() for _ in range(3)]
 
 
@@ -130,7 +136,23 @@ def test_another_node_reads_over_tcp(source: Any, readers: list[Any]) -> None:
     reference = there.make_for_tcp.remote(7)
     assert ray.get(readers[0].total.remote(reference)) == total(7)
     path = ray.get(there.stats.remote("kvlink-tcp"))["producers"][0]["path"]
-    assert [(each["transport"], each["encrypted"]) for each in path] == [("zmq", True)]
+    assert [(each["transport"], each["encrypted"]) for each in path] == [("zmq+tcp", True)]
+
+
+def test_the_programs_of_the_page(nodes: Nodes, tmp_path: Path) -> None:
+    found = [one for one in blocks("docs/guides/ray.md") if one.language in ("python", "output")]
+    program, output, settings = (block.text for block in found)
+    for text, printed in ((program, output), (settings, "")):
+        file = tmp_path / "program.py"
+        file.write_text(text)
+        done = subprocess.run(
+            [sys.executable, str(file)],
+            env={**os.environ, "RAY_ADDRESS": nodes.address},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, printed), done.stderr
 
 
 def test_a_dead_source_is_named_to_its_readers(source: Any, readers: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""`Maker` and `Reader`: actors that make and read tensors. An import registers their transports."""
+"""Actors that make and read tensors; an import of this registers their transports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ omni_kvlink.integrations.ray.register("kvlink-tcp", transport="zmq+tcp")
 omni_kvlink.integrations.ray.register("kvlink-small", quota="2MB", put_timeout=0.05)
 
 
-class _Process:
+class ActorProcess:
     def pid(self) -> int:
         return os.getpid()
 
@@ -35,7 +35,7 @@ class _Process:
         return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class Maker(_Process):
+class TensorSource(ActorProcess):
     """Makes tensors, which it passes by reference."""
 
     @ray.method(tensor_transport="kvlink")
@@ -71,7 +71,7 @@ class Maker(_Process):
         return torch.randn(256, 256)
 
 
-class Reader(_Process):
+class TensorReader(ActorProcess):
     """Reads tensors that it is passed, or got itself."""
 
     def __init__(self) -> None:

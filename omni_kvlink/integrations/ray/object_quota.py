@@ -1,4 +1,4 @@
-"""`KeptBytes`: the bytes of the objects that a process keeps, within its quota."""
+"""`ObjectQuota`: the bytes of the objects that a process keeps, within its quota."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OVERHEAD = 64 << 10
 """Bytes of an object beside its tensors: its header, and what alignment adds."""
 
 
-class KeptBytes:
+class ObjectQuota:
     """The bytes of each object that is kept; thread-safe.
 
     A link evicts what it keeps when a put finds no memory. An object whose references are alive

@@ -1,4 +1,4 @@
-"""`Links`: the producer of this process, and its consumers, each opened when it is first used."""
+"""`ActorLinks`: the producer and the consumers of a process, each opened when first used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 PUBLIC = ".public"
 
 
-class Source(NamedTuple):
-    """How readers find the tensors of a process: by its link's URL, and its public key, if any."""
+class TensorOrigin(NamedTuple):
+    """The URL of the link that has the tensors of a process, and its public key, if any."""
 
     url: str
     public_key: str
@@ -34,16 +34,16 @@ class _Peer:
         self.link, self.users = link, 0
 
 
-class Links:
+class ActorLinks:
     """One producer for all objects of this process, one consumer for each source; thread-safe."""
 
     def __init__(self, settings: RaySettings):
         self._settings = settings
         self._lock = threading.Lock()
-        self._served: tuple[KVProducer, Source] | None = None
+        self._served: tuple[KVProducer, TensorOrigin] | None = None
         self._peers: dict[str, _Peer] = {}
 
-    def producer(self, node: str) -> tuple[KVProducer, Source]:
+    def producer(self, node: str) -> tuple[KVProducer, TensorOrigin]:
         """The producer, opened at the first call, and how readers find it; `node` is an address.
 
         Raises what `KVLink.serve` raises.
@@ -52,11 +52,11 @@ class Links:
             if self._served is None:
                 options = dict(self._settings.options)
                 link = KVLink.serve(self._url(self._settings.host or node), **options)
-                self._served = link, Source(link.url, _public_key(options.get("keys", "")))
+                self._served = link, TensorOrigin(link.url, _public_key(options.get("keys", "")))
             return self._served
 
     @contextlib.contextmanager
-    def consumer(self, source: Source) -> Iterator[KVConsumer]:
+    def consumer(self, source: TensorOrigin) -> Iterator[KVConsumer]:
         """Lend the consumer of a source, which is opened when it is first used, or was lost.
 
         Raises:
@@ -100,7 +100,7 @@ class Links:
             transport, f"{transport}://{address}"
         )
 
-    def _borrow(self, source: Source) -> _Peer:
+    def _borrow(self, source: TensorOrigin) -> _Peer:
         with self._lock:
             lost = self._forget_lost()
             peer = self._peers.get(source.url)
@@ -117,7 +117,7 @@ class Links:
                 link.close()
         return peer
 
-    def _connect(self, source: Source) -> KVConsumer:
+    def _connect(self, source: TensorOrigin) -> KVConsumer:
         """Connect to a source, which was there when its object was made."""
         options = {**self._settings.options}
         options.pop("digests", None)
