@@ -4,10 +4,10 @@
 
 "passed": an actor's method returns the tensors, and a method of another actor has them as its
 argument; from the first call until the driver has the answer of the second. "another reader": a
-third actor has the same object then. Every round alternates all routes, in random order; of each route
-round 0 is the first transfer, round 1 the second. The three readers of an object compare the
-digests of all its bytes with the source's, once for each route. Exit status: 0 done, 1 bytes differ,
-2 no Ray here.
+third actor has the same object then. Every round alternates all routes, in random order; of each
+route round 0 is the first transfer, round 1 the second. The three readers of an object compare the
+digests of all its bytes with the source's, once for each route. Exit status: 0 done, 1 bytes
+differ, 2 no Ray here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def digest(tensors: list[Any]) -> str:
     """A digest of all bytes, of tensors or arrays."""
     found = hashlib.blake2b()
     for tensor in tensors:
-        array = tensor.view(torch.uint8).numpy() if isinstance(tensor, torch.Tensor) else tensor
+        array: Any = tensor.view(torch.uint8).numpy() if torch.is_tensor(tensor) else tensor
         found.update(array)
     return found.hexdigest()
 
@@ -70,11 +70,11 @@ def actor_classes() -> tuple[Any, Any]:
         def make_arrays(self) -> list[Any]:
             return [tensor.view(torch.uint8).numpy() for tensor in self._tensors]
 
-        @ray.method(tensor_transport="kvlink")
+        @ray.method(tensor_transport="kvlink")  # type: ignore[untyped-decorator]
         def make_for_kvlink(self) -> list[torch.Tensor]:
             return self._tensors
 
-        @ray.method(tensor_transport="kvlink-views")
+        @ray.method(tensor_transport="kvlink-views")  # type: ignore[untyped-decorator]
         def make_for_views(self) -> list[torch.Tensor]:
             return self._tensors
 

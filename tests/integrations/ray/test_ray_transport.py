@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from omni_kvlink import (
     CapacityError,
-    ConnectorError,
     IntegrityError,
     KVLink,
     PeerLostError,
@@ -196,19 +194,6 @@ def test_a_source_that_has_gone_is_named(make: Callable[..., KVLinkTransport]) -
         assert each.links.stats()["consumers"] == []
 
 
-def test_links_of_lost_sources_are_closed(make: Callable[..., KVLinkTransport]) -> None:
-    """A reader of actors that come and go keeps the links of those alone that are there."""
-    reader = make()
-    for number in range(3):
-        source = make()
-        about = put(source, [torch.ones(3)])
-        get(reader, about)
-        open_links = reader.links.stats()["consumers"]
-        assert len(open_links) == 1, number
-        source.links.close()
-        until(lambda: not reader.links.stats()["consumers"][0]["connected"], "it is noticed")
-
-
 def test_an_aborted_transfer_raises(make: Callable[..., KVLinkTransport]) -> None:
     source, reader = make(), make()
     about = put(source, [torch.ones(3)])
@@ -238,28 +223,6 @@ def test_a_tensor_that_cannot_be_sent_is_named(
 ) -> None:
     with pytest.raises(SchemaError, match=r"tensor '?1'?"):
         put(make(), [torch.ones(2), tensor])
-
-
-def test_keys_of_each_node(make: Callable[..., KVLinkTransport], tmp_path: Path) -> None:
-    """A reader finds the key of its source among `peers`, and refuses one that is not there."""
-    from omni_kvlink.connectors.control.keys import generate
-
-    peers = tmp_path / "peers"
-    peers.mkdir()
-    keys = {}
-    for name in ("here", "there", "forger"):
-        keys[name], public = generate(str(tmp_path / name), name)
-        if name != "forger":
-            (peers / Path(public).name).write_bytes(Path(public).read_bytes())
-
-    def node(name: str) -> KVLinkTransport:
-        return make("zmq+tcp", LOOPBACK, keys=keys[name], peers=str(peers))
-
-    about = put(node("here"), [torch.ones(5)])
-    assert get(node("there"), about)[0].sum() == 5
-    forged = put(node("forger"), [torch.ones(5)])
-    with pytest.raises(ConnectorError, match="put the public keys of all nodes there"):
-        get(node("there"), forged)
 
 
 @pytest.mark.parametrize(

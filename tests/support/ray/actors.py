@@ -38,34 +38,34 @@ class ActorProcess:
 class TensorSource(ActorProcess):
     """Makes tensors, which it passes by reference."""
 
-    @ray.method(tensor_transport="kvlink")
+    @ray.method(tensor_transport="kvlink")  # type: ignore[untyped-decorator]
     def make(self, seed: int, *shape: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return torch.randn(shape or (256, 256))
 
-    @ray.method(tensor_transport="kvlink")
+    @ray.method(tensor_transport="kvlink")  # type: ignore[untyped-decorator]
     def make_kinds(self) -> dict[str, Any]:
         tensors = many_kinds()
         return {"first": tensors[0], "others": tensors[1:], "count": len(tensors)}
 
-    @ray.method(tensor_transport="kvlink")
+    @ray.method(tensor_transport="kvlink")  # type: ignore[untyped-decorator]
     def make_none(self) -> str:
         return "no tensor"
 
-    @ray.method(tensor_transport="kvlink")
+    @ray.method(tensor_transport="kvlink")  # type: ignore[untyped-decorator]
     def make_complex(self) -> torch.Tensor:
         return torch.ones(3, dtype=torch.complex64)
 
-    @ray.method(tensor_transport="kvlink-small")
+    @ray.method(tensor_transport="kvlink-small")  # type: ignore[untyped-decorator]
     def make_small(self, nbytes: int) -> torch.Tensor:
         return torch.ones(nbytes, dtype=torch.uint8)
 
-    @ray.method(tensor_transport="kvlink-views")
+    @ray.method(tensor_transport="kvlink-views")  # type: ignore[untyped-decorator]
     def make_for_views(self, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return torch.randn(256, 256)
 
-    @ray.method(tensor_transport="kvlink-tcp")
+    @ray.method(tensor_transport="kvlink-tcp")  # type: ignore[untyped-decorator]
     def make_for_tcp(self, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return torch.randn(256, 256)
