@@ -211,6 +211,7 @@ def test_a_reader_without_tensor_transport_is_warned_about(
     assert "enable_tensor_transport=True" in record.getMessage()
 
 
+@pytest.mark.timeout(3600)
 def test_ten_thousand_objects_leave_nothing(source: Any, readers: list[Any]) -> None:
     one, before = readers[0], None
     ended = transfers(source)["withdrawn"]
