@@ -177,7 +177,7 @@ test-torchao: .venv-torchao/.ready
 
 # Not in `test`: Ray, and two nodes of it on this machine.
 test-ray: .venv-ray/.ready
-	.venv-ray/bin/python -m pytest tests/engine/ray $(ARGS)
+	.venv-ray/bin/python -m pytest tests/engine/ray tests/integrations/ray $(ARGS)
 
 .venv-ray/.ready: $(VENV)/.ready
 	$(sharing_torch)

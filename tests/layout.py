@@ -68,7 +68,8 @@ LAYERS = (
     "engine.entrypoints",
     "engine",
     "integrations.store_settings",
-    "integrations.vllm integrations.vllm_omni integrations.lmcache integrations.sglang",
+    "integrations.lmcache integrations.ray integrations.sglang "
+    "integrations.vllm integrations.vllm_omni",
     "integrations",
     "testing",
     "inspection",

@@ -52,6 +52,9 @@ ELSEWHERE = {
     ("docs/guides/bagel_in_vllm_omni.md", " connectors:"): (
         "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
     ),
+    ("docs/guides/ray.md", "# pass_tensors.py"): "Ray: tests/integrations/ray/test_ray_actors.py",
+    ("docs/guides/ray.md", "[3072.0"): "Ray: tests/integrations/ray/test_ray_actors.py",
+    ("docs/guides/ray.md", "# settings.py"): "Ray: tests/integrations/ray/test_ray_actors.py",
     ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
     ("docs/vllm.md", "python -m dynamo.vllm "): "vLLM: tests/integrations/vllm/test_vllm_page.py",
     ("docs/vllm_tiers.md", "vllm serve MODEL "): "vLLM: tests/integrations/vllm/test_vllm_page.py",

@@ -24,6 +24,7 @@ from omni_kvlink.engine.step_cache.block_cache import BlockCacheSettings
 from omni_kvlink.engine.step_cache.cache_dit import CacheDiTSettings
 from omni_kvlink.engine.step_cache.tea_cache import TeaCacheSettings
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
+from omni_kvlink.integrations.ray.settings import RaySettings
 from omni_kvlink.integrations.vllm.settings import (
     EncoderSettings,
     EngineSettings,
@@ -47,6 +48,7 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
     EncoderSettings: {},
     TierSettings: {},
     OmniSettings: {},
+    RaySettings: {},
     engine.DiffusionParallelConfig: {},
     engine.KVConfig: {},
     engine.CompilationConfig: {},
