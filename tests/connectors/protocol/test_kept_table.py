@@ -168,8 +168,8 @@ def test_only_what_is_kept_and_committed_is_withdrawn(bench: Bench) -> None:
     for key in ("counted", "reserved", "streaming", "unknown"):
         assert not bench.transfers.withdraw(key)
     assert not bench.transfers.evict()
-    bench.commit(reserved)
-    bench.commit(streaming)
+    bench.commit_kept(reserved)
+    bench.commit_kept(streaming)
     assert bench.transfers.withdraw("reserved")
     assert bench.transfers.withdraw("streaming")
 
@@ -184,7 +184,7 @@ def test_a_stream_that_is_kept_has_readers_before_and_after_its_commit(bench: Be
     assert bench.contains("k") == (False,)
     bench.sent_messages()
     bench.release("b", 1, stream)  # before the commit: it has what it wanted
-    bench.commit(stream)
+    bench.commit_kept(stream)
     assert bench.sent_messages() == [("a", Committed(1)), ("c", offer(1, stream))]
     assert bench.contains("k") == (True,)
     bench.request("d", 1, "k", streamed=True)
@@ -200,7 +200,7 @@ def test_a_stream_that_is_kept_has_readers_before_and_after_its_commit(bench: Be
 def test_a_stream_without_readers_is_kept_at_its_commit(bench: Bench) -> None:
     stream = bench.reserve("k")
     bench.transfers.begin_stream(stream, HERE, 7, None)
-    bench.commit(stream)
+    bench.commit_kept(stream)
     assert state_of(stream) == "committed"
     assert bench.evicted() == ["k"]
 
@@ -338,7 +338,7 @@ def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
     [(_, offered)] = bench.sent_messages()
     assert isinstance(offered, Offer)
     bench.transfers.on_cancel("a", 9)
-    bench.commit(writing)
+    bench.commit_kept(writing)
     bench.request("a", 9, "k", waits=False)
     assert bench.offers() == [("a", offer(9, writing))]
     bench.release("a", 9, writing)

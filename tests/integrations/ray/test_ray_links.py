@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -71,7 +71,8 @@ def test_keys_of_each_node(tmp_path: Path) -> None:
     producer, origin = nodes["there"].producer(LOOPBACK)
     producer.put(TensorTransferData(KEY, {"0": torch.ones(5)}), readers=None)
     with nodes["here"].consumer(origin) as link, link.get(KEY, timeout=60, wait=False) as data:
-        assert data["0"].sum() == 5
+        received: Any = data["0"]
+        assert received.sum() == 5
     _, forged = nodes["forger"].producer(LOOPBACK)
     with (
         pytest.raises(ConnectorError, match="put the public keys of all nodes there"),

@@ -60,10 +60,10 @@ class Bench:
         transfer = self.make(key)
         if is_reserved:
             self.transfers.reserve([transfer])
-        self.commit(transfer, expires)
+        self.commit_kept(transfer, expires)
         return transfer
 
-    def commit(self, transfer: Transfer, expires: float = float("inf")) -> None:
+    def commit_kept(self, transfer: Transfer, expires: float = float("inf")) -> None:
         """Commit a payload that is kept."""
         self.transfers.commit([(transfer, HERE)], None, expires)
 
