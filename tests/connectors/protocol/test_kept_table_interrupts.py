@@ -64,7 +64,7 @@ def test_a_commit_interrupted_at_each_line(is_reserved: bool, is_awaited: bool) 
         kept = bench.make("k")
         if is_reserved:
             bench.transfers.reserve([kept])
-        return partial(bench.commit, kept)
+        return partial(bench.commit_kept, kept)
 
     benches = run_interrupted(prepare)
     assert len(benches) > 15
