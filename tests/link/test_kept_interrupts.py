@@ -112,7 +112,7 @@ def test_a_withdrawal_interrupted_at_each_line(
             assert producer.withdraw("k")
         receipt.wait(timeout=60)
         if held is not None:
-            assert fingerprint(held) == fingerprint(SMALL)
+            assert fingerprint(held.data) == fingerprint(SMALL)
             held.release()
         check_withdrawn(producer, consumer)
         if not was_interrupted:

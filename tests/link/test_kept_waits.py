@@ -35,7 +35,7 @@ def test_a_put_is_woken_when_a_kept_payload_becomes_idle(sockets: str, how: str)
     ):
         receipt = producer.put(kept(), readers=None)
         received = consumer.get("kept", timeout=60, wait=False)
-        assert fingerprint(received) == fingerprint(kept())
+        assert fingerprint(received.data) == fingerprint(kept())
         put = pool.submit(producer.put, OTHER, timeout=600)
         until(lambda: producer.stats()["memory"]["waiting"] == 1, "the put waits")
         assert not receipt.done

@@ -307,9 +307,9 @@ class Receiver:
     async def _take_kept(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         """Get what is kept, and again at once; then what its producer waits for."""
         for key in filter(is_kept, keys):
-            with await end.get(key, timeout=min(timeout, KEPT_TIMEOUT)) as received:
-                incarnation = self._note(key, received.data)
-            del received
+            with await end.get(key, timeout=min(timeout, KEPT_TIMEOUT)) as data:
+                incarnation = self._note(key, data)
+            del data
             for _ in range(self._rng.randrange(4)):
                 self._get_kept(end.target, key, incarnation)
         counted = [key for key in keys if not is_kept(key)]
