@@ -103,7 +103,8 @@ def run(
     is_poor = any(kind in POOR for kind, _ in faults)
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         scheme, _, mode = connector.partition("-")
-        options: dict[str, Any] = {"quota": 32 << 20}
+        # Some kept payloads are evicted.
+        options: dict[str, Any] = {"quota": (12 if "kept" in features else 32) << 20}
         options |= {"directory": folder} if scheme in ("shm", "auto") else {}
         # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
         options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
@@ -150,6 +151,7 @@ def run(
 
 
 ENDS = ("killed", "put", "read", "chunk", "ended", "back", "released", "failed", "expired")
+ENDS += ("again", "missing", "withdrawn", "evicted")
 """Events of a campaign that the table counts."""
 
 

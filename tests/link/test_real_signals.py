@@ -170,6 +170,19 @@ class Bench:
             for number, data in enumerate(payloads):
                 self.check(data, number)
 
+    def keep(self) -> None:
+        self.producer.put(self.payload(0), readers=None)
+
+    def withdraw(self) -> None:
+        self.producer.withdraw(self.key(0))
+
+    def contains(self) -> None:
+        assert self.consumer.contains([self.key(0), self.key(1)], timeout=60) == [True, False]
+
+    def get_at_once(self) -> None:
+        with self.consumer.get(self.key(0), timeout=60, wait=False) as data:
+            self.check(data, 0)
+
     def release(self) -> None:
         self.held.pop().release()
 
@@ -256,6 +269,8 @@ def before(bench: Bench, verb: str) -> None:
     """What a verb needs: a payload, one that was received, or a stream."""
     if verb in ("get", "get_many"):
         bench.put_all()
+    elif verb in ("withdraw", "contains", "get_at_once"):
+        bench.keep()
     elif verb == "put_to_waiting":
         bench.waiting = begin_get(bench.consumer, bench.key(0), timeout=60)
         until_requested(bench.producer, 1)
@@ -306,6 +321,7 @@ def run(kind: str, size: str, verb: str, signals: int, root: str) -> Counter[str
 VERBS = (
     *("put", "put_to_waiting", "put_many", "get", "get_many", "release", "drop"),
     *("allocate", "append", "read_stream", "stream_put", "stream_get"),
+    *("keep", "withdraw", "contains", "get_at_once"),
     *("serve", "connect", "close", "select"),
 )
 RUINS = pytest.mark.filterwarnings(

@@ -145,6 +145,51 @@ def test_contradictions_of_streams_are_found(events: str) -> None:
     assert any(events in complaint for complaint in found), found
 
 
+KEPT_KEY, COUNTED = "kept.0.0", "kept.0.2"
+
+
+def keeper(state: str, counted: str = "released", *, killed: bool = False) -> Record:
+    """The producer of a payload that is kept, and of that which one reader has after it."""
+    entries = [Entry(KEPT_KEY, "keep", 1), Entry(COUNTED, "put", 1)]
+    ends = [Entry(COUNTED, counted), *([Entry(KEPT_KEY, state)] if state else [])]
+    return Record("producer", "P", 0, killed, [*entries, *ends])
+
+
+def kept_reader(*events: str, last: str = "read") -> Record:
+    """What a reader had of the payload that is kept, and then of the other one."""
+    entries = [Entry(KEPT_KEY, event, 0) for event in events]
+    return Record("reader", "A", 0, False, [*entries, Entry(COUNTED, last, 0)])
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [keeper("withdrawn"), kept_reader("read", "again", "again")],
+        [keeper("evicted"), kept_reader("read", "missing")],
+        [keeper("evicted"), kept_reader("TransferTimeout")],
+        [keeper("failed"), kept_reader("read", "missing")],
+        [keeper("withdrawn", "expired"), kept_reader("read", "missing", last="TransferFailed")],
+        [keeper("", killed=True), kept_reader("read", "missing")],
+    ],
+)
+def test_consistent_logs_of_kept_payloads(records: list[Record]) -> None:
+    assert list(contradictions({KEPT_KEY: ["A"], COUNTED: ["A"]}, records)) == []
+
+
+@pytest.mark.parametrize(
+    ("complaint", "records"),
+    [
+        ("missing while it was kept", [keeper("withdrawn"), kept_reader("read", "missing")]),
+        ("not ended", [keeper("committed"), kept_reader("read")]),
+        ("A never had kept.0.0", [keeper("withdrawn"), kept_reader()]),
+        ("nobody put ('kept.0.0', 0)", [kept_reader("read")]),
+    ],
+)
+def test_contradictions_of_kept_payloads_are_found(complaint: str, records: list[Record]) -> None:
+    found = list(contradictions({KEPT_KEY: ["A"], COUNTED: ["A"]}, records))
+    assert any(complaint in one for one in found), found
+
+
 def test_what_a_producer_must_have_been_told() -> None:
     """All before the last task with an answer; nothing of what went by a connection that broke."""
     entries = [

@@ -14,6 +14,8 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
+from support.network.features import is_kept
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
@@ -29,6 +31,8 @@ ANSWERS = ("read", "chunk", "ended", "back", "told", "TransferFailed")
 BROKEN = ("WRONG", "BROKE", "LEAK", "LATE")
 """A wrong byte, an error that no call may raise, what was not freed, and a call that ended late."""
 DENIED = ("failed", "expired")
+GONE = ("withdrawn", "evicted")
+"""Ends of kept payloads, which deny nothing: some readers may have had them, and some not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +152,7 @@ def contradictions(orders: Mapping[str, Sequence[str]], records: Sequence[Record
             if entry.event in BROKEN:
                 yield f"{record.peer}.{record.number}: {entry.key} {entry.event}"
     yield from _receipts(producers, readers)
+    yield from _kept(producers, readers)
     yield from _deliveries(orders, producers, readers)
 
 
@@ -160,7 +165,8 @@ def _receipts(producers: Sequence[Record], readers: Sequence[Record]) -> Iterato
     for producer in producers:
         states = {entry.key: entry.event for entry in producer.entries if entry.event != "put"}
         for entry in producer.entries:
-            if entry.event == "insert":  # nobody has a receipt of what is looked up
+            # Nobody has a receipt of what is looked up; `_kept` has those of what is kept.
+            if entry.event in ("insert", "keep"):
                 known.add((entry.key, producer.number))
             if entry.event != "put":
                 continue
@@ -180,6 +186,43 @@ def _receipts(producers: Sequence[Record], readers: Sequence[Record]) -> Iterato
                 yield f"not ended: {text}"
     for payload in (read.keys() | chunks.payloads) - known:
         yield f"nobody put {payload}, which was read"
+
+
+def _kept(producers: Sequence[Record], readers: Sequence[Record]) -> Iterator[str]:
+    """Compare receipts of kept payloads with what readers were told of them.
+
+    A producer withdraws a task's payloads when its last one has ended, which a reader reads after
+    those that are kept.
+    """
+    ends = {}
+    for producer in producers:
+        states = {entry.key: entry.event for entry in producer.entries}
+        for entry in producer.entries:
+            state = states[entry.key]
+            if entry.event == "keep" and state not in (*GONE, *DENIED) and not producer.killed:
+                yield f"not ended: {entry.key} of {producer.number}, kept: {state}"
+            if entry.event == "keep" and not producer.killed:
+                ends[entry.key, producer.number] = state
+        # Of a task whose last payload was not released, others were withdrawn early.
+        released = {task_of(key) for key, state in states.items() if state == "released"}
+        ends = {
+            (key, number): "withdrawn early" if early else state
+            for (key, number), state in ends.items()
+            for early in [number == producer.number and task_of(key) not in released]
+        }
+    for reader in readers:
+        for number, entry in enumerate(reader.entries):
+            after = reader.entries[number + 1 :]
+            reads_on = any(
+                task_of(one.key) == task_of(entry.key)
+                and not is_kept(one.key)
+                and one.event == "read"
+                and one.number == entry.number
+                for one in after
+            )
+            if entry.event == "missing" and reads_on and ends.get(entry.payload) == "withdrawn":
+                who = f"{reader.peer}.{reader.number}"
+                yield f"{who}: {entry.payload} was missing while it was kept"
 
 
 class _Chunks:
@@ -232,9 +275,10 @@ def _deliveries(
     redirected = {key for _, key in not_delivered if key in unwritten}
     for key, names in orders.items():
         for name in names:
-            if completed[name, key] > 1:
+            if completed[name, key] > 1 and not is_kept(key):
                 yield f"{name} read {key} {completed[name, key]} times"
-            denied = key in redirected or {(key, state) for state in DENIED} & events
+            ends = (*DENIED, *GONE) if (name, key) in not_delivered else DENIED
+            denied = key in redirected or {(key, state) for state in ends} & events
             by_another = any(owner == key and peer != name for owner, peer in taken)
             if by_another and (name, key) in not_delivered:
                 continue
@@ -244,8 +288,9 @@ def _deliveries(
 
 def _unwritten(producer: Record) -> set[str]:
     """Keys whose receipts a producer did not write down before it was killed."""
-    ended = {entry.key for entry in producer.entries if entry.event in ("released", *DENIED)}
-    return _keys_of(producer, "put") - ended
+    states = ("released", *DENIED, *GONE)
+    ended = {entry.key for entry in producer.entries if entry.event in states}
+    return (_keys_of(producer, "put") | _keys_of(producer, "keep")) - ended
 
 
 def _keys_of(record: Record, event: str) -> set[str]:

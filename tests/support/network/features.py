@@ -41,6 +41,7 @@ FEATURES = {
     "aio-layers": 1,
     "aio-stream": 1,
     "lookup": 1,
+    "kept": 3,
 }
 """The number of keys of a task of each feature.
 
@@ -51,7 +52,8 @@ cancelled at any moment. `many`: `put_many`, `get_many`.
 `allocate`, `direct`: put without a copy. `encoded`: header and tensors as they are, by a replay.
 `layers`: `stream_put`, `stream_get`, and the metadata at the end. `stream`: an append stream, from
 `open_stream` to `read_stream`; `requests`: of many requests in each chunk; `streams`: three, in one
-thread (`ChunkStreams`). `aio`: the reader awaits. `lookup`: by tokens.
+thread (`ChunkStreams`). `aio`: the reader awaits. `lookup`: by tokens. `kept`: two payloads
+that each reader gets again and again, and one of so many readers; at its end they are withdrawn.
 """
 GROWING = ("stream", "requests", "streams", "aio-stream")
 PLAIN = ("put",)
@@ -81,6 +83,12 @@ def names(features: Sequence[str], keys: int, rng: random.Random) -> Iterator[st
 
 def feature_of(key: str) -> str:
     return key.partition(".")[0]
+
+
+def is_kept(key: str) -> bool:
+    """Whether a payload is put for any number of readers."""
+    feature, *numbers = key.split(".")
+    return feature == "kept" and int(numbers[1]) - int(numbers[0]) < FEATURES[feature] - 1
 
 
 def number_of(key: str) -> int:

@@ -121,9 +121,12 @@ def produce(incarnation: Incarnation, log: Log) -> None:
         for _, task in groupby(incarnation.tasks, lambda pair: task_of(pair[0])):
             waiting += sender.send({key: int(readers) for key, readers in task})
             while len(waiting) >= AHEAD:
-                wait_receipt(incarnation, *waiting.popleft(), log)
+                key, receipt = waiting.popleft()
+                wait_receipt(incarnation, key, receipt, log)
+                sender.withdraw(key)
         for key, receipt in waiting:
             wait_receipt(incarnation, key, receipt, log)
+            sender.withdraw(key)
         check_memory(link, log)
         wait_for_term(log)
 

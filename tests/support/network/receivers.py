@@ -25,6 +25,7 @@ from omni_kvlink import (
     ChunkStreams,
     ClosedError,
     KVLinkError,
+    MissingError,
     PeerLostError,
     TransferFailed,
     TransferTimeout,
@@ -40,6 +41,7 @@ from support.network.features import (
     end_of,
     feature_of,
     incarnation_of,
+    is_kept,
     prompt_of,
     recipe,
     sizes_of,
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
 
 OVERDUE = 15.0
 """Seconds after its deadline at which a call hangs, also if its process was stopped meanwhile."""
+PATIENCE = 60.0
+KEPT_TIMEOUT = 8.0
+"""Seconds that a reader waits for what is kept; it may have been withdrawn."""
 TAKEN = ("block", "release", "drop")
 GIVEN_BACK = ("raise", "give", "raise later")
 LEFT = ("raise", "break", "give", "drop", "time out", "die")
@@ -187,6 +192,7 @@ class Receiver:
             "many": self._take_many,
             "background-into": self._take_in_background,
             "lookup": self._look_up,
+            "kept": self._take_kept,
             "layers": self._take_layers,
             "stream": self._take_stream,
             "requests": self._take_stream,
@@ -298,6 +304,33 @@ class Receiver:
         batch = await end.get_many(keys, timeout=timeout)
         return self._leave(list(batch), keys, self._draw(TAKEN, GIVEN_BACK), batch)
 
+    async def _take_kept(self, end: Any, keys: list[str], timeout: float) -> list[str]:
+        """Get what is kept, and again at once; then what its producer waits for."""
+        for key in filter(is_kept, keys):
+            with await end.get(key, timeout=min(timeout, KEPT_TIMEOUT)) as data:
+                incarnation = self._note(key, data)
+            del data
+            for _ in range(self._rng.randrange(4)):
+                self._get_kept(end.target, key, incarnation)
+        counted = [key for key in keys if not is_kept(key)]
+        return await self._take(end, counted, timeout) if counted else []
+
+    def _get_kept(self, end: KVConsumer, key: str, incarnation: int) -> None:
+        """Get a payload that was read before; write down if it is missing."""
+        if self._rng.random() < 0.5:
+            end.contains([key, f"{key}.x"], timeout=PATIENCE)
+        try:
+            if self._rng.random() < 0.5:
+                received = end.get(key, timeout=PATIENCE, wait=False)
+            else:
+                [received] = end.get_many([key], timeout=PATIENCE, wait=False)
+        except MissingError:
+            self._log.write(key, "missing", incarnation)
+            return
+        if self._check(key, received.data) == incarnation:
+            self._log.write(key, "again", incarnation)
+        received.release()
+
     async def _look_up(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         (key,) = keys
         assert self.lookup is not None
@@ -348,10 +381,12 @@ class Receiver:
                 raise ReaderError
         return {"block": [], "raise": keys, "raise later": keys[1:]}[how]
 
-    def _note(self, key: str, data: Any) -> None:
-        """Check a payload, and write down that it was read."""
-        self._log.write(key, "read", self._check(key, data))
+    def _note(self, key: str, data: Any) -> int:
+        """Check a payload, and write down that it was read; return its producer's incarnation."""
+        incarnation = self._check(key, data)
+        self._log.write(key, "read", incarnation)
         self._done.add(key)
+        return incarnation
 
     def _check(self, key: str, data: Any) -> int:
         incarnation = incarnation_of(data)

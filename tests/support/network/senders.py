@@ -11,16 +11,19 @@ from omni_kvlink import (
     CapacityError,
     KVCacheTransferData,
     KVLinkError,
+    Receipt,
     TransferFailed,
     TransferTimeout,
 )
 from omni_kvlink.link import put_encoded
 from omni_kvlink.testing.caches import layers_of
+from support.network.evidence import task_of
 from support.network.features import (
     chunk_count,
     chunk_of,
     end_of,
     feature_of,
+    is_kept,
     number_of,
     recipe,
     sizes_of,
@@ -30,7 +33,7 @@ from support.payloads.random_caches import written
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from omni_kvlink import KVProducer, Receipt
+    from omni_kvlink import KVProducer
     from omni_kvlink.payload.bundle import Payload
     from support.network.lookups import Lookups
     from support.network.peer_process import Incarnation, Log
@@ -59,6 +62,7 @@ class Sender:
     def __init__(self, link: KVProducer, incarnation: Incarnation, log: Log):
         self._link, self._incarnation, self._log = link, incarnation, log
         self._rng = random.Random(f"{incarnation.seed}/P/{incarnation.number}")
+        self._kept = dict[str, list[Receipt]]()  # of each task
 
     def send(self, task: Mapping[str, int]) -> list[tuple[str, Receipt]]:
         """Put one task's payloads, each for so many readers; return the receipts of these."""
@@ -69,6 +73,8 @@ class Sender:
                 self._log.write(key, "insert")
                 self.lookups.insert(key)
             return []
+        if feature == "kept":
+            return self._keep(task)
         for key, readers in task.items():
             self._log.write(key, "put", readers, chunk_count(key) if is_growing else -1)
         if is_growing:  # all are opened before one is written: a reader reads them at once
@@ -87,6 +93,33 @@ class Sender:
             keys = [key for key in task if task[key] == readers]
             sent += self._try(call, keys, readers)
         return sent
+
+    def _keep(self, task: Mapping[str, int]) -> list[tuple[str, Receipt]]:
+        """Keep payloads, and put one of so many readers, which have read the others by its end."""
+        kept, sent = list(filter(is_kept, task)), list[tuple[str, Receipt]]()
+        for key in kept:
+            self._log.write(key, "keep", task[key])
+        if kept:
+            receipts = self._try(self._put_kept, kept, 0)
+            self._kept[task_of(kept[0])] = [receipt for _, receipt in receipts]
+        for key in task:
+            if key not in kept:
+                self._log.write(key, "put", task[key])
+                sent += self._try(self._put, [key], task[key])
+        if not sent:
+            self.withdraw(next(iter(task)))
+        return sent
+
+    def _put_kept(self, keys: Sequence[str], readers: int) -> list[Receipt]:
+        payloads = list(map(self._make, keys))
+        return self._link.put_many(payloads, readers=None, timeout=TIMEOUT)
+
+    def withdraw(self, key: str) -> None:
+        """Withdraw what is kept for a task, if anything is."""
+        for receipt in self._kept.pop(task_of(key), []):
+            is_there = self._link.withdraw(receipt.key)
+            is_right = receipt.done and is_there is (receipt.state == "withdrawn")
+            self._log.write(receipt.key, receipt.state if is_right else "BROKE")
 
     def _try(
         self, call: Callable[[list[str], T], list[Receipt]], keys: list[str], readers: T
