@@ -150,8 +150,10 @@ def run(
     }
 
 
-ENDS = ("killed", "put", "read", "chunk", "ended", "back", "released", "failed", "expired")
-ENDS += ("again", "missing", "withdrawn", "evicted")
+ENDS = (
+    *("killed", "put", "read", "chunk", "ended", "back", "released", "failed", "expired"),
+    *("again", "missing", "withdrawn", "evicted"),
+)
 """Events of a campaign that the table counts."""
 
 

@@ -166,7 +166,10 @@ FORBIDDEN_EXCEPT = {
         "before Python 3.12 all objects share its lock, which a fork may leave locked",
         {"models.bagel.tokenizer"},
     ),
-    r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.tensor_memory"}),
+    r"\btorch\.frombuffer\b": (
+        "one place makes tensors of memory",
+        {"payload.tensor_memory", "integrations.lmcache.chunks"},
+    ),
 }
 """Patterns that only the named files and folders may contain."""
 

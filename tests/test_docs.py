@@ -101,7 +101,8 @@ COUNTED = re.compile(
 
 
 def test_zmq_names_every_reason_of_a_refusal() -> None:
-    sources = (PACKAGE / "connectors" / "control").glob("*.py")
+    folders = (PACKAGE / "connectors" / name for name in ("control", "runtime"))
+    sources = (path for folder in folders for path in folder.glob("*.py"))
     counted = {reason for path in sources for reason in COUNTED.findall(path.read_text())}
     named = set(re.findall(r"^\| `([\w ]+)` \|", (DOCS / "zmq.md").read_text(), re.MULTILINE))
     assert counted == named

@@ -25,6 +25,7 @@ from omni_kvlink.engine.step_cache.cache_dit import CacheDiTSettings
 from omni_kvlink.engine.step_cache.tea_cache import TeaCacheSettings
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
 from omni_kvlink.integrations.ray.settings import RaySettings
+from omni_kvlink.integrations.store_settings import StoreSettings
 from omni_kvlink.integrations.vllm.settings import (
     EncoderSettings,
     EngineSettings,
@@ -48,6 +49,7 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
     EncoderSettings: {},
     TierSettings: {},
     OmniSettings: {},
+    StoreSettings: {"serve": "shm://a", "revision": "r"},
     RaySettings: {},
     engine.DiffusionParallelConfig: {},
     engine.KVConfig: {},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink.cli.process import interruptible, show
 from omni_kvlink.cli.terminal import folded, table
-from omni_kvlink.errors import SchemaError
+from omni_kvlink.errors import SchemaError, format_seconds
 
 if TYPE_CHECKING:
     import argparse
@@ -75,7 +75,7 @@ def _seconds(milliseconds: int) -> str:
     for step, unit in _STEPS:
         if seconds >= step:
             return f"{seconds / step:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return format_seconds(round(seconds))
 
 
 def _size(nbytes: int) -> str:

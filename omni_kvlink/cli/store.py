@@ -60,7 +60,9 @@ def _store(arguments: argparse.Namespace) -> int:
         writers=arguments.writers,
     )
     with store:
-        allowed = ", ".join(one.text for one in store.policy.patterns) or "nobody: see --writers"
+        allowed = (
+            ", ".join(pattern.text for pattern in store.policy.patterns) or "nobody: see --writers"
+        )
         show(f"serving {store.url} for writers at {allowed}; Ctrl-C ends it")
         _report_until_ended(store, arguments.stats_seconds or None)
         show("writing what is in memory alone", to_stderr=True)

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Annotated, Any
 
 from omni_kvlink.kept import CacheIdentity, StoreClient
-from omni_kvlink.lowlevel import Options
-from omni_kvlink.settings import Seconds, Settings, Size, SomeOf, Text, Texts
+from omni_kvlink.lowlevel import LinkUrl, Options
+from omni_kvlink.settings import ListOf, Seconds, Settings, Size, SomeOf, Text
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreSettings(Settings):
-    """Where a process keeps blocks, where it looks for others', and what decides their bytes.
+    """Settings of a host: where blocks are kept and looked for, and what decides their bytes.
 
     Hosts name the model, not its weights: `revision` has no default, because two engines with other
     weights under one name would else read each other's blocks.
@@ -25,8 +25,8 @@ class StoreSettings(Settings):
     serve: Annotated[str, Text("shm://engine-a", filled=True)]
     # of the weights: a commit, a digest
     revision: Annotated[str, Text("a commit or a digest of the weights", filled=True)]
-    stores: Annotated[tuple[str, ...], Texts()] = ()  # `kvlink store` processes
-    peers: Annotated[tuple[str, ...], Texts()] = ()  # links that other engines serve
+    stores: Annotated[tuple[str, ...], ListOf(LinkUrl())] = ()  # `kvlink store` processes
+    peers: Annotated[tuple[str, ...], ListOf(LinkUrl())] = ()  # links that other engines serve
     budget: Annotated[int, Size(least=1)] = 4 << 30  # bytes of memory for blocks
     timeout: Annotated[float, Seconds(above=0)] = 2.0  # in which a store or a peer answers
     dtype: str = ""  # of the cache, with its quantization
@@ -53,7 +53,7 @@ class StoreSettings(Settings):
         )
 
     def identity(self, model: str, *, layout: str = "", salt: str = "") -> CacheIdentity:
-        """What decides the bytes of a block of this model; `salt` is the host's, beside the own."""
+        """All that decides the bytes of a block of this model; `salt` is the host's."""
         return CacheIdentity(
             model=model,
             revision=self.revision,

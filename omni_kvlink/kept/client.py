@@ -79,7 +79,7 @@ class StoreClient:
         **options: Any,
     ):
         self._identity, self._timeout = identity, check_timeout(timeout)
-        own = {**options, "quota": Size(least=1).read(budget, "budget")}
+        own_options = {**options, "quota": Size(least=1).read(budget, "budget")}
         urls = Texts().read(stores, "stores"), Texts().read(peers, "peers")
         self._closed, self._process = False, process.current
         self._kept, self._counting = KeptReceipts(), threading.Lock()
@@ -88,7 +88,7 @@ class StoreClient:
         self._puts, self._duplicates = 0, 0
         self._offers: list[OfferSender] = []
         self._sources: list[tuple[str, KeptSource]] = []
-        self._link: KVProducer = KVLink.serve(serve, **own)
+        self._link: KVProducer = KVLink.serve(serve, **own_options)
         try:
             self._open(urls, options)
         except BaseException:

@@ -142,7 +142,7 @@ class PayloadDirectory:
             self._sizes.move_to_end(name)
         path = self._path_of(name)
         try:
-            found = _checked(path, key)
+            files = _checked(path, key)
         except MissingFileError as error:
             self._count_miss(name, "unreadable", error, is_lost=True)
         except WireError as error:
@@ -155,7 +155,7 @@ class PayloadDirectory:
                 os.utime(path)  # the order of use outlives this process
             with self._lock:
                 self._counters["loaded"] += 1
-            return found
+            return files
         return None
 
     def remove(self, key: str) -> bool:

@@ -99,9 +99,9 @@ class StoreWriter:
         for key in offer.withdrawn:
             self._contents.remove(key)
         new = [key for key in offer.kept if not key.startswith(RESERVED)]
-        known = [key for key in new if key in self._contents]
-        self._counters["known"] += len(known)
-        new = [key for key in new if key not in set(known)]
+        known_keys = [key for key in new if key in self._contents]
+        self._counters["known"] += len(known_keys)
+        new = [key for key in new if key not in set(known_keys)]
         for first in range(0, len(new), _FETCHED_TOGETHER):
             self._fetch(consumer, new[first : first + _FETCHED_TOGETHER])
 

@@ -43,8 +43,8 @@ class WriterPolicy:
     """
 
     def __init__(self, url: str, patterns: Sequence[str], options: Mapping[str, Any]):
-        own = {**_options_in(url), **options}
-        shared = {name: own[name] for name in _SHARED if name in own}
+        own_options = {**_options_in(url), **options}
+        shared = {name: own_options[name] for name in _SHARED if name in own_options}
         default = _DEFAULTS.get(split_url(url)[0])
         texts = list(patterns) or ([default] if default else [])
         self.patterns = [_pattern(text, shared) for text in texts]

@@ -67,7 +67,7 @@ _SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
 """Request ids that JSON writes as they are."""
 _IS_SIMPLE = re.compile(_SIMPLE_ID)
 _PARENT = b'\\"traceparent\\":\\"'
-"""What is before a traceparent in a header; no value of `producer` can hold it."""
+"""The text before a traceparent in a header; no value of `producer` can hold it."""
 _IS_PARENT = re.compile("[0-9a-f-]{55}")
 _TRACED = re.compile(re.escape(_PARENT) + rb'([0-9a-f-]{55})\\"')
 _WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
@@ -297,7 +297,7 @@ class Layout:
     _traced: Layout | bool | None = False
     """The same with `_NO_PARENT`, made once; None if headers would be too long."""
     _at_parent = 0
-    """Of that one: where `_NO_PARENT` is in its tail."""
+    """The offset of `_NO_PARENT` in the tail of that one."""
 
     def __init__(self, manifest: Manifest):
         branches, tensors = manifest.branches, manifest.tensors

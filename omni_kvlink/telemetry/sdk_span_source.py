@@ -51,12 +51,12 @@ class SdkSpanSource(SpanSource):
 
     def begin(self, put: BegunPut) -> tuple[SpanContext, bool]:
         """See `SpanSource.begin`."""
-        put.parent = here = context.get_current()
-        parent = trace.get_current_span(here).get_span_context()
+        put.parent = current = context.get_current()
+        parent = trace.get_current_span(current).get_span_context()
         ids, is_root = self._ids, not parent.is_valid
         trace_id = ids.generate_trace_id() if is_root else parent.trace_id
         about = put.attributes
-        result = self._sampler.should_sample(here, trace_id, PUT, SpanKind.PRODUCER, about, ())
+        result = self._sampler.should_sample(current, trace_id, PUT, SpanKind.PRODUCER, about, ())
         is_random = _is_random(ids) if is_root else parent.trace_flags & _RANDOM
         flags = TraceFlags(
             (result.decision is Decision.RECORD_AND_SAMPLE) | (_RANDOM if is_random else 0)

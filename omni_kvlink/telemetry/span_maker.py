@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EndRecord(NamedTuple):
-    """What a span needs of the `TransferEvent` of a put, a get, a layer or a copy.
+    """All that a span needs of the `TransferEvent` of a put, a get, a layer or a copy.
 
     Attributes:
         scheme, key, nbytes, seconds, copies, layer, branch, trace: those of the event.

@@ -36,7 +36,7 @@ class BegunPut:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What is known of it from its beginning."""
+        """All that is known of it from its beginning."""
         return {"kvlink.key": self.key, "kvlink.scheme": self.scheme}
 
 

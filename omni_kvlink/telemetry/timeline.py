@@ -124,7 +124,7 @@ class FileHead(msgspec.Struct):
 
 
 class Ended(NamedTuple):
-    """What a line needs of a `TransferEvent`; times in µs of CLOCK_MONOTONIC.
+    """All that a line needs of a `TransferEvent`; times in µs of CLOCK_MONOTONIC.
 
     Attributes:
         error: its class and text; "" if there is none.

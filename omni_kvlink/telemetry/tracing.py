@@ -172,7 +172,7 @@ class TransferTracer(observers.Observer):
 
 
 def _span_source(tracer: Tracer) -> SpanSource:
-    """Those of the SDK's tracers are made later; another tracer's start where the put begins."""
+    """Spans of the SDK's tracers are made later; another tracer's start where the put begins."""
     from omni_kvlink.telemetry.span_source import SpanSource
 
     try:

@@ -184,12 +184,12 @@ def check_kept_while_it_is_written(rig: Rig) -> None:
     producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
     data = make_cache(Recipe("s", layers=3))
     layers = list(layers_of(data).values())
-    early = rig.connect_here()
-    expect(MissingError, early.get, "s", timeout=60, wait=False)
+    first_reader = rig.connect_here()
+    expect(MissingError, first_reader.get, "s", timeout=60, wait=False)
     with producer.stream_put(data, readers=None) as out:
         out.write_layer(0, *layers[0])
         assert not producer.withdraw("s")
-        assert early.contains(["s"], timeout=60) == [False]
+        assert first_reader.contains(["s"], timeout=60) == [False]
         with ThreadPoolExecutor(1) as pool:
             get = pool.submit(reader.call, "get", key="s", timeout=60)
             until_requested(producer, 1)
@@ -214,15 +214,15 @@ def check_contains(rig: Rig) -> None:
     expected = [number % 7 == 0 for number in range(700)]
     assert reader.call("contains", keys=keys, timeout=60) == expected
     assert reader.call("contains", keys=[], timeout=60) == []
-    before = producer.stats()["transfers"]["other_identity"]
+    counted = producer.stats()["transfers"]["other_identity"]
     assert reader.call("contains", keys=[other.key("0")], timeout=60) == [False]
     why = ("another identity",)
     get = partial(reader.call, "get", timeout=60, wait=False)
     expect(MissingError, partial(get, key=other.key("0")), mentions=why)
-    assert producer.stats()["transfers"]["other_identity"] == before + 2
+    assert producer.stats()["transfers"]["other_identity"] == counted + 2
     withdraw_all(producer, keys[::7])
     expect(MissingError, partial(get, key=keys[0]), mentions=("withdrew",))
-    assert producer.stats()["transfers"]["other_identity"] == before + 2
+    assert producer.stats()["transfers"]["other_identity"] == counted + 2
 
 
 def check_small_kept_payloads_are_evicted(rig: Rig) -> None:

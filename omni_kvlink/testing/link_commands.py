@@ -46,7 +46,7 @@ class LinkCommands(CommandSet):
             return str(received.ledger.path)
 
     def contains(self, link: str, keys: list[str], **options: Any) -> list[bool]:
-        """Which keys the producer has now."""
+        """Whether the producer has each of these keys now."""
         return list(self._links[link].contains(keys, **options))
 
     def get_many(self, link: str, keys: list[str], **options: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,7 +26,7 @@ def kept() -> Payload:
 @pytest.mark.parametrize("how", ["released", "dropped", "disconnected"])
 def test_a_put_is_woken_when_a_kept_payload_becomes_idle(sockets: str, how: str) -> None:
     """The reader releases it, drops the last view, or closes its link."""
-    options = {"directory": sockets, "quota": QUOTA, "prefault": 0}
+    options: dict[str, Any] = {"directory": sockets, "quota": QUOTA, "prefault": 0}
     with (
         KVLink.serve("shm://woken", **options) as producer,
         KVLink.connect("shm://woken", timeout=60, directory=sockets) as consumer,

@@ -27,6 +27,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, Sampler, Samp
 
 from support.telemetry.spans import Spans, children, is_child, named, tracing_to
 
+# Reaches into _most: 4,096 records take longer.
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -50,7 +52,7 @@ def transfer(keys: str, directory: str, name: str = "shm://recorded") -> list[di
     return found
 
 
-class Gate(SpanProcessor):
+class HeldProcessor(SpanProcessor):
     """Holds up the thread that makes spans until it is opened; keeps the names of spans."""
 
     def __init__(self) -> None:
@@ -66,28 +68,28 @@ class Gate(SpanProcessor):
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate, provider = Gate(), TracerProvider()
-    provider.add_span_processor(gate)
+def processor() -> Iterator[HeldProcessor]:
+    processor, provider = HeldProcessor(), TracerProvider()
+    provider.add_span_processor(processor)
     tracing.enable(provider)
-    yield gate
-    gate.opened.set()
+    yield processor
+    processor.opened.set()
     tracing.disable()
 
 
-def test_a_transfer_waits_for_no_span(gate: Gate, sockets: str) -> None:
+def test_a_transfer_waits_for_no_span(processor: HeldProcessor, sockets: str) -> None:
     transfer("abc", sockets)
-    assert gate.names == []
-    gate.opened.set()
+    assert processor.names == []
+    processor.opened.set()
     assert tracing.flush(TIMEOUT)
-    assert gate.names.count("kvlink put") == gate.names.count("kvlink get") == 3
-    assert gate.threads == {"kvlink-spans"}
+    assert processor.names.count("kvlink put") == processor.names.count("kvlink get") == 3
+    assert processor.threads == {"kvlink-spans"}
     assert tracing.dropped() == 0
 
 
-def test_flush_says_that_spans_are_not_made(gate: Gate, sockets: str) -> None:
+def test_flush_says_that_spans_are_not_made(processor: HeldProcessor, sockets: str) -> None:
     transfer("a", sockets)
-    assert gate.reached.wait(TIMEOUT)
+    assert processor.reached.wait(TIMEOUT)
     assert not tracing.flush(timeout=0)
 
 
@@ -126,16 +128,16 @@ def test_spans_keep_the_ids_of_the_provider(sockets: str) -> None:
     assert {span.context.span_id for span in spans if span.context} == made
 
 
-def test_times_are_those_of_the_transfer(gate: Gate, sockets: str) -> None:
+def test_times_are_those_of_the_transfer(processor: HeldProcessor, sockets: str) -> None:
     """Not those at which the thread came to make the spans."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(gate)
+    provider.add_span_processor(processor)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing.enable(provider)
     began = time.time_ns()
     transfer("ab", sockets)
     ended = time.time_ns()
-    gate.opened.set()
+    processor.opened.set()
     assert tracing.flush(TIMEOUT)
     spans = [json.loads(span.to_json()) for span in exporter.get_finished_spans()]
     raw = exporter.get_finished_spans()
@@ -175,19 +177,20 @@ def test_records_that_come_too_fast_are_dropped_and_counted() -> None:
     assert (made[-1], queue.dropped) == (10, 6)
 
 
-def test_a_trace_counts_what_it_drops(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Reaches into _most: 4096 records would take longer.
+def test_a_trace_counts_what_it_drops(
+    processor: HeldProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [tracer] = observers.registered
     assert isinstance(tracer, tracing.TransferTracer)
     monkeypatch.setattr(tracer.queue, "_most", 2)
     observers.received("shm", "k", 1, {"wait": 1e-6}, None)
-    assert gate.reached.wait(TIMEOUT)
+    assert processor.reached.wait(TIMEOUT)
     for _ in range(5):
         observers.received("shm", "k", 1, {"wait": 1e-6}, None)
     assert tracing.dropped() == 3
-    gate.opened.set()
+    processor.opened.set()
     assert tracing.flush(TIMEOUT)
-    assert gate.names.count("kvlink get") == 3
+    assert processor.names.count("kvlink get") == 3
 
 
 def test_a_record_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,9 +208,9 @@ def test_a_record_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) ->
 
 
 class Third(Sampler):
-    """Samples every third put, and counts how often it is asked for one."""
+    """Samples every third put, and counts how often it is requested for one."""
 
-    asked = 0
+    requested = 0
 
     def should_sample(
         self,
@@ -221,8 +224,8 @@ class Third(Sampler):
     ) -> SamplingResult:
         if name != "kvlink put":
             return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
-        self.asked += 1
-        is_sampled = self.asked % 3 == 0
+        self.requested += 1
+        is_sampled = self.requested % 3 == 0
         decision = Decision.RECORD_AND_SAMPLE if is_sampled else Decision.DROP
         return SamplingResult(decision, {**attributes, "of": "the sampler"})
 
@@ -239,7 +242,7 @@ def test_the_sampler_decides_once_where_the_put_begins(sockets: str) -> None:
     tracing.disable()
     flags = [int(each["traceparent"][-2:], 16) & 1 for each in carried]
     assert flags == [0, 0, 1, 0, 0, 1]
-    assert sampler.asked == 6
+    assert sampler.requested == 6
     puts = [s for s in exporter.get_finished_spans() if s.name == "kvlink put"]
     assert [(put.attributes or {})["kvlink.key"] for put in puts] == ["c", "f"]
     assert [(put.attributes or {})["of"] for put in puts] == ["the sampler"] * 2
@@ -248,7 +251,7 @@ def test_the_sampler_decides_once_where_the_put_begins(sockets: str) -> None:
 def test_a_parent_that_is_not_sampled_makes_no_span(sockets: str) -> None:
     """Of the put, the get and the phases; the header says so to the reader."""
     off = TracerProvider(sampler=ALWAYS_OFF)
-    ended = Gate()
+    ended = HeldProcessor()
     ended.opened.set()
     with tracing_to(Spans()) as spans:
         spans.provider.add_span_processor(ended)
@@ -283,20 +286,20 @@ def test_the_interpreters_exit_makes_what_is_left() -> None:
     assert names.count("kvlink publish") == names.count("kvlink view") == 1
 
 
-def test_a_forked_child_makes_its_own_spans_alone(gate: Gate, sockets: str) -> None:
+def test_a_forked_child_makes_its_own_spans_alone(processor: HeldProcessor, sockets: str) -> None:
     """Those of its parent's records are the parent's; it has a thread of its own."""
     transfer("parent", sockets)  # a key each letter
-    assert gate.reached.wait(TIMEOUT)
+    assert processor.reached.wait(TIMEOUT)
     here, there = os.pipe()
     child = os.fork()
     if not child:
         status = 1
         try:
-            gate.opened, gate.names = threading.Event(), []
-            gate.opened.set()
+            processor.opened, processor.names = threading.Event(), []
+            processor.opened.set()
             transfer("c", sockets, "shm://child")
             is_made = tracing.flush(TIMEOUT)
-            os.write(there, json.dumps([is_made, sorted(gate.names)]).encode())
+            os.write(there, json.dumps([is_made, sorted(processor.names)]).encode())
             status = 0
         finally:
             os._exit(status)
@@ -308,9 +311,9 @@ def test_a_forked_child_makes_its_own_spans_alone(gate: Gate, sockets: str) -> N
     expected = ["put", "plan", "reserve", "copy", "publish", "get", "wait", "view"]
     assert set(names) <= {f"kvlink {name}" for name in expected}
     assert (names.count("kvlink put"), names.count("kvlink get")) == (1, 1)
-    gate.opened.set()
+    processor.opened.set()
     assert tracing.flush(TIMEOUT)
-    assert gate.names.count("kvlink put") == len("parent")
+    assert processor.names.count("kvlink put") == len("parent")
 
 
 def test_a_put_without_an_end_has_a_span_when_the_trace_ends() -> None:

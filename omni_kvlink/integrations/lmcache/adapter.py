@@ -54,7 +54,7 @@ class KVLinkL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc, unused-i
 
     @classmethod
     def help(cls) -> str:
-        """What LMCache prints of the adapter."""
+        """Return a text that LMCache prints of the adapter."""
         return "adapter_params: serve, revision, stores, peers, budget, …: docs/guides/lmcache.md"
 
 
@@ -135,8 +135,8 @@ class KVLinkL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         """Bytes that are kept for this process, by salt; what was evicted is no longer counted."""
         with self._counting:
             keys = list(self._sizes)
-        found = self._client.contains(map(self._key, keys))
-        self._forget([key for key, is_kept in zip(keys, found, strict=True) if not is_kept])
+        is_kept_list = self._client.contains(map(self._key, keys))
+        self._forget([key for key, is_kept in zip(keys, is_kept_list, strict=True) if not is_kept])
         return super().get_usage()
 
     def report_status(self) -> dict[str, Any]:

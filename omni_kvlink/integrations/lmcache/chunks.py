@@ -23,7 +23,7 @@ def name_of(key: ObjectKey) -> str:
 
 
 def layout_of(chunk: MemoryObj) -> dict[str, Any]:
-    """What the bytes of a memory object are: one shape and dtype for each group of layers."""
+    """Describe the bytes of a memory object: one shape and dtype for each group of layers."""
     meta = chunk.metadata
     shapes = [meta.shape] if meta.shapes is None else meta.shapes
     dtypes = [meta.dtype] if meta.dtypes is None else meta.dtypes

@@ -28,7 +28,7 @@ class TaskThread(Generic[R]):
 
     def __init__(self, name: str):
         self._name, self._notifier = name, create_event_notifier()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"kvlink-{name}")
+        self._executor = ThreadPoolExecutor(1, f"kvlink-lmcache-{name}")
         self._results: dict[int, R] = {}
         self._next_id, self._lock = 0, threading.Lock()
 

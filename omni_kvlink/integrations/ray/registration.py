@@ -72,9 +72,9 @@ def register(
         raise UnavailableError(
             f"Ray's tensor transports cannot be imported ({error}): pip install 'omni-kvlink[ray]'"
         ) from error
-    known: Any = transport_manager_info.get(name.upper())
-    if known is not None:
-        found = getattr(known.transport_manager_class, "settings", None)
+    registered: Any = transport_manager_info.get(name.upper())
+    if registered is not None:
+        found = getattr(registered.transport_manager_class, "settings", None)
         if found != settings:
             raise SchemaError(f"tensor transport {name!r} is registered already, with {found}")
         return

@@ -195,11 +195,11 @@ class KVLinkTransport(TensorTransportManager):  # type: ignore[misc, unused-igno
 
     def _lost(self, obj_id: str, about: KVLinkMetadata, error: Exception) -> PeerLostError:
         """The error of a transfer whose source cannot be reached."""
-        here = ray.util.get_node_ip_address()
-        if self.settings.transport == "shm" and about.node != here:
+        own_node = ray.util.get_node_ip_address()
+        if self.settings.transport == "shm" and about.node != own_node:
             return PeerLostError(
-                f"object {obj_id} is on node {about.node}, and this is node {here}: shm:// does "
-                'not leave a machine, register(transport="auto", keys=…, peers=…) does'
+                f"object {obj_id} is on node {about.node}, and this is node {own_node}: shm:// "
+                'does not leave a machine, register(transport="auto", keys=…, peers=…) does'
             )
         return PeerLostError(
             f"the process that made object {obj_id} is gone, and the tensors with it: {error}"

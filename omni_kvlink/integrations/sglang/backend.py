@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, UnavailableError
 from omni_kvlink.integrations.sglang.pool_pages import PoolPages
-from omni_kvlink.integrations.sglang.shard import Shard
+from omni_kvlink.integrations.sglang.pool_rank import PoolRank
 from omni_kvlink.integrations.store_settings import StoreSettings
 
 try:
@@ -90,7 +90,7 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         settings = StoreSettings.read(extra[SECTION], f"{SECTION}.")
         if not storage_config.model_name:
             raise SchemaError("SGLang has not named the model: start it with --served-model-name")
-        self._config, self._shard = storage_config, Shard(storage_config)
+        self._config, self._shard = storage_config, PoolRank(storage_config)
         self._settings = dataclasses.replace(
             settings,
             serve=self._shard.serve(settings.serve),
@@ -147,12 +147,12 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # a second form of pages that are there: it limits nothing
-            found = self._contains(self._pools[transfer.name], keys[:pages])
-            window = len(found)
+            is_there = self._contains(self._pools[transfer.name], keys[:pages])
+            window = len(is_there)
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
-            ends = range(1, len(found) + 1)
-            covered = {end for end in ends if all(found[max(0, end - window) : end])}
+            ends = range(1, len(is_there) + 1)
+            covered = {end for end in ends if all(is_there[max(0, end - window) : end])}
             hits[transfer.name] = max(covered, default=0)
             prefixes &= covered
         counted = {name: number for name, number in hits.items() if number}
@@ -180,13 +180,13 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Keep pages of several pools; for each pool, whether each page is kept."""
-        return {one.name: self._transfer(self._set, one) for one in transfers}
+        return {transfer.name: self._transfer(self._set, transfer) for transfer in transfers}
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Copy pages into several pools; for each pool, whether each page was there."""
-        return {one.name: self._transfer(self._get, one) for one in transfers}
+        return {transfer.name: self._transfer(self._get, transfer) for transfer in transfers}
 
     def exists(self, key: str) -> bool:
         """Whether a page of K and V is kept."""
@@ -264,8 +264,8 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         keys, slots = transfer.keys or [], transfer.host_indices
         pool = self._pools[transfer.name]
         if slots is None or slots.numel() != len(keys) * pool.pages.slots:
-            given = 0 if slots is None else slots.numel()
-            log.error("%s: %s slots for %s pages", pool.name, given, len(keys))
+            count = 0 if slots is None else slots.numel()
+            log.error("%s: %s slots for %s pages", pool.name, count, len(keys))
             return [False] * len(keys)
         return move(pool, keys, slots)
 
@@ -280,8 +280,8 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         firsts = slots[:: pool.pages.slots].tolist()
         received = self._client.get_many([pool.key(key) for key in keys])
         return [
-            self._copy_out(one, pool.pages.tensors(first))
-            for one, first in zip(received, firsts, strict=True)
+            self._copy_out(page, pool.pages.tensors(first))
+            for page, first in zip(received, firsts, strict=True)
         ]
 
     def _put(self, pool: _Pool, key: str, tensors: dict[str, torch.Tensor]) -> bool:
@@ -301,11 +301,11 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             if len(self._stored) < self._prune_at:
                 return
             stored, self._prune_at = list(self._stored), 2 * self._prune_at
-        found = self._client.contains(stored)
-        gone = [one for one, is_kept in zip(stored, found, strict=True) if not is_kept]
+        is_there = self._client.contains(stored)
+        gone = [name for name, is_kept in zip(stored, is_there, strict=True) if not is_kept]
         with self._lock:
-            for one in gone:
-                self._stored.pop(one, None)
+            for name in gone:
+                self._stored.pop(name, None)
             self._prune_at = 2 * len(self._stored) + PRUNE_FROM
 
     def _copy_out(self, received: Received | None, into: dict[str, torch.Tensor]) -> bool:
@@ -325,6 +325,6 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return False
 
 
-def _leading(found: Sequence[bool]) -> int:
+def _leading(is_there: Sequence[bool]) -> int:
     """The number of pages before the first that is not there."""
-    return found.index(False) if False in found else len(found)
+    return is_there.index(False) if False in is_there else len(is_there)

@@ -65,9 +65,13 @@ class PoolPages:
         if not pool.layout.startswith("page_first"):
             raise ValueError(f"Unsupported layout: {pool.layout}")
         named = {"temporal": pool.temporal_buffer}
-        named.update((f"conv{number}", one) for number, one in enumerate(pool.conv_buffer))
-        named.update((f"state{number}", one) for number, one in enumerate(pool.slot_state_buffers))
-        return {name: one[slot : slot + self.slots] for name, one in named.items() if one.numel()}
+        named.update((f"conv{number}", state) for number, state in enumerate(pool.conv_buffer))
+        named.update(
+            (f"state{number}", state) for number, state in enumerate(pool.slot_state_buffers)
+        )
+        return {
+            name: state[slot : slot + self.slots] for name, state in named.items() if state.numel()
+        }
 
     def _rows(self, buffer: torch.Tensor, slot: int) -> torch.Tensor:
         layout = self._pool.layout

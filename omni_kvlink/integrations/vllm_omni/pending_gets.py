@@ -58,12 +58,12 @@ class PendingGets:
         try:
             is_alone = len(links) == 1  # else none is waited for to come back
             get.request(links, key, timeout=timeout if is_alone else 0.0, lost=lost)
-            found = get.wait(deadline, lost)
+            result = get.wait(deadline, lost)
         except BaseException:
             get.cancel()
             raise
-        if found is not None:
-            source, link, delivery = found
+        if result is not None:
+            source, link, delivery = result
             return source, open_delivery(link, delivery, started=started, verify="auto")
         get.polled = time.monotonic()
         with self._lock:

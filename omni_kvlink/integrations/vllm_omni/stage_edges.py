@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 
 REPLICA = ".replica"
-"""What is between an edge's name and the number of a further replica."""
+"""The text between an edge's name and the number of a further replica."""
 
 _open: weakref.WeakSet[Announcement] = weakref.WeakSet()
 

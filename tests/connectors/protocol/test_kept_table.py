@@ -319,7 +319,7 @@ def test_each_payload_that_is_kept_tells_that_it_is_idle(bench: Bench) -> None:
 def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
     """In each state of its key: unknown, reserved, streaming, taken, ended."""
 
-    def ask(why: str) -> None:
+    def check_missing(why: str) -> None:
         bench.sent_messages()
         bench.request("a", 9, "k", waits=False)
         [(peer, answer)] = bench.sent_messages()
@@ -329,11 +329,11 @@ def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
         assert why in answer.reason
         assert not bench.transfers.stats()["waiting"]
 
-    ask(MISSING)
+    check_missing(MISSING)
     writing = bench.reserve("k")
-    ask("still writing it")
+    check_missing("still writing it")
     bench.transfers.begin_stream(writing, HERE, 7, None)
-    ask("still writing it")
+    check_missing("still writing it")
     bench.request("a", 9, "k", waits=False, streamed=True)
     [(_, offered)] = bench.sent_messages()
     assert isinstance(offered, Offer)
@@ -343,16 +343,16 @@ def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
     assert bench.offers() == [("a", offer(9, writing))]
     bench.release("a", 9, writing)
     bench.transfers.withdraw("k")
-    ask("withdrew it")
+    check_missing("withdrew it")
     bench.keep("k")
     bench.transfers.evict()
-    ask("memory was wanted")
+    check_missing("memory was wanted")
     counted = bench.put("k")
     bench.request("b", 1, "k", waits=False)
     assert bench.offers() == [("b", offer(1, counted))]
-    ask("every declared reader has it")
+    check_missing("every declared reader has it")
     bench.release("b", 1, counted)
-    ask("was delivered to every declared reader")
+    check_missing("was delivered to every declared reader")
     bench.keep("k", expires=5.0)
     bench.sent_messages()
     bench.request("a", 9, "k", now=5.0, waits=False)
@@ -376,7 +376,7 @@ def test_a_miss_of_another_identity_is_counted_until_the_last_of_its_name_has_en
     bench.keep(two)
     bench.keep("plain")
 
-    def ask() -> tuple[str, int]:
+    def check_missing() -> tuple[str, int]:
         before = bench.transfers.stats()["other_identity"]
         bench.sent_messages()
         bench.request("a", 1, other, waits=False)
@@ -385,12 +385,12 @@ def test_a_miss_of_another_identity_is_counted_until_the_last_of_its_name_has_en
         assert bench.contains(other) == (False,)
         return failed.reason, bench.transfers.stats()["other_identity"] - before
 
-    assert ask() == (OTHER_IDENTITY, 2)
+    assert check_missing() == (OTHER_IDENTITY, 2)
     bench.transfers.withdraw(one)
-    assert ask() == (OTHER_IDENTITY, 2)
+    assert check_missing() == (OTHER_IDENTITY, 2)
     assert bench.contains(CacheIdentity("one").key("another block"), "plai") == (False, False)
     bench.transfers.evict()
-    assert ask() == (MISSING, 0)
+    assert check_missing() == (MISSING, 0)
 
 
 def test_what_is_remembered_of_them_is_bounded(bench: Bench) -> None:

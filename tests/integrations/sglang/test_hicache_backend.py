@@ -250,7 +250,7 @@ def test_too_few_slots_move_nothing(hicache: Callable[..., KVLinkHiCache]) -> No
 def test_existing_prefixes_are_those_of_sglangs_own_backend(
     hicache: Callable[..., KVLinkHiCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random pages of three pools are stored in both, then asked for with each policy."""
+    """Random pages of three pools are stored in both, then requested for with each policy."""
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     choose, pools = random.Random(7), (mha_pool(9), mha_pool(9), mamba_pool(10))
     names = (PoolName.KV, PoolName.DRAFT, PoolName.MAMBA)
@@ -266,7 +266,7 @@ def test_existing_prefixes_are_those_of_sglangs_own_backend(
             pages = [page for page in range(8) if choose.random() < 0.85]
             part = [transfer(name, pool, pages, [keys[page] for page in pages])]
             assert ours.batch_set_v2(part) == theirs.batch_set_v2(part)
-        asked = [
+        requested = [
             PoolTransfer(name=PoolName.DRAFT, hit_policy=PoolHitPolicy.ALL_PAGES),
             PoolTransfer(
                 name=PoolName.MAMBA,
@@ -274,8 +274,8 @@ def test_existing_prefixes_are_those_of_sglangs_own_backend(
                 hit_policy=PoolHitPolicy.TRAILING_PAGES,
             ),
         ]
-        asked = choose.sample(asked, choose.randrange(3))
-        found, expected = (one.batch_exists_v2(keys, asked) for one in (ours, theirs))
+        requested = choose.sample(requested, choose.randrange(3))
+        found, expected = (one.batch_exists_v2(keys, requested) for one in (ours, theirs))
         assert found.kv_hit_pages == expected.kv_hit_pages
         if expected.restorable_prefix_pages:
             assert found == expected
@@ -323,9 +323,9 @@ def test_states_of_an_mla_model_are_each_ranks_own(
     writer.batch_set_v2(
         [transfer(name, pool, [0], keys_of(1)) for name, pool in zip(names, pools, strict=True)]
     )
-    asked = [PoolTransfer(name=name) for name in names[1:]]
-    assert reader.batch_exists_v2(keys_of(1), asked).extra_pool_hit_pages == {"kv": 1}
-    found = writer.batch_exists_v2(keys_of(1), asked).extra_pool_hit_pages
+    requested = [PoolTransfer(name=name) for name in names[1:]]
+    assert reader.batch_exists_v2(keys_of(1), requested).extra_pool_hit_pages == {"kv": 1}
+    found = writer.batch_exists_v2(keys_of(1), requested).extra_pool_hit_pages
     assert found == {"kv": 1, "mamba": 1, "draft": 1}
 
 

@@ -22,6 +22,7 @@ from support.vllm.steps import SteppedEngine
 
 # Reaches into _KV_CONNECTOR_AGENT: vLLM has one connector a process, and no public name to exchange
 # it.
+# Reaches into _verify_kv_transfer_compat: vLLM's check at the start of an engine.
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 SLEEPS = "the engine sleeps: its KV caches are not registered"

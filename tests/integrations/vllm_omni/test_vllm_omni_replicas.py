@@ -102,7 +102,9 @@ def test_a_replica_dies(stages: Callable[..., Stage], folder: str, transport: st
     ]
     for reader, get in waiting:
         reader.begin("get", timeout=3600.0, **get)
-    until(lambda: asked(first) == 2 and asked(second) == 3, "the gets have begun", timeout=60)
+    until(
+        lambda: requested(first) == 2 and requested(second) == 3, "the gets have begun", timeout=60
+    )
     second.kill()
     assert readers[0].result().startswith("PeerLostError")
     assert readers[1].result().startswith("PeerLostError")
@@ -115,7 +117,7 @@ def test_a_replica_dies(stages: Callable[..., Stage], folder: str, transport: st
         assert "of the successor" in reader.call("get", key="e_0_0", timeout=3600.0)
 
 
-def asked(sender: Stage) -> int:
+def requested(sender: Stage) -> int:
     """The gets that wait at a sender."""
     links = sender.call("health", role="sender")["links"]
     return sum(link["transfers"]["waiting"] for link in links)
@@ -129,7 +131,7 @@ def test_the_last_replica_dies(stages: Callable[..., Stage], folder: str) -> Non
         sender.call("put", key=f"before_{replica}_0_0", data=replica)
     reader = stages("receiver", kvlink)
     reader.begin("get", key="a_0_0", timeout=3600.0)
-    until(lambda: all(asked(sender) for sender in senders), "the get has begun", timeout=60)
+    until(lambda: all(requested(sender) for sender in senders), "the get has begun", timeout=60)
     for sender in senders:
         sender.kill()
     assert reader.result().startswith("PeerLostError")
@@ -154,17 +156,17 @@ def test_a_cleanup_is_its_requests(folder: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(TransferFailed, match="cleaned up by the engine"):
             polled(reader, "b_0_0")
         assert reader.get(*EDGE, "c_0_0") is None
-        until(lambda: waiting(first) == waiting(second) == 1, "both are asked")
+        until(lambda: waiting(first) == waiting(second) == 1, "both are requested")
         reader.cleanup("c")
         until(lambda: not waiting(first) and not waiting(second), "the gets are withdrawn")
         second.put(*EDGE, "c_0_0", "again")
         assert polled(reader, "c_0_0") == "again"
         assert polled(reader, "a_0_0") == "a"
-        until(lambda: not waiting(second), "it is not asked any more for what the first had")
+        until(lambda: not waiting(second), "it is not requested any more for what the first had")
 
 
 def test_what_put_returns_names_the_replica(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM-Omni passes it on in a handle; no other replica is asked then."""
+    """As vLLM-Omni passes it on in a handle; no other replica is requested then."""
     kvlink = section(folder, wait=3600.0)
     with (
         connector(kvlink, 0, monkeypatch) as first,
@@ -176,7 +178,7 @@ def test_what_put_returns_names_the_replica(folder: str, monkeypatch: pytest.Mon
         assert handle is not None
         assert handle["replica"] == 1
         assert reader.get(*EDGE, "c_0_0", handle) is None
-        until(lambda: waiting(second) == 1, "its replica is asked")
+        until(lambda: waiting(second) == 1, "its replica is requested")
         assert not waiting(first)
 
 
@@ -216,7 +218,7 @@ def test_one_address_is_for_one_replica(folder: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_reader_of_a_port_that_says_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another base of the ports than this stage's: each replica is asked all the same."""
+    """Another base of the ports than this stage's: each replica is requested all the same."""
     kvlink = section(folder, wait=3600.0)
     with (
         connector(kvlink, 0, monkeypatch) as first,

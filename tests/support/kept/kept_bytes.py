@@ -10,7 +10,7 @@ def flip_kept(pattern: bytes) -> int:
 
     In the producer's own mapping: the file is sealed against others.
     """
-    places = 0
+    flipped = 0
     with open("/proc/self/maps") as lines:
         mappings = [line.split(maxsplit=2)[:2] for line in lines if "memfd:kvlink" in line]
     for span, rights in mappings:
@@ -22,6 +22,6 @@ def flip_kept(pattern: bytes) -> int:
         at = content.find(pattern)
         while at >= 0:
             memory[at] ^= 1
-            places += 1
+            flipped += 1
             at = content.find(pattern, at + 1)
-    return places
+    return flipped

@@ -53,7 +53,7 @@ def chunk(
 
 
 class L2:
-    """An adapter as LMCache's controllers use it: submit, poll, ask."""
+    """An adapter as LMCache's controllers use it: submit, poll, query."""
 
     def __init__(self, serve: str, **params: Any):
         params = {"revision": "main", "timeout": 60.0, "budget": "16MiB", **params}
@@ -90,10 +90,10 @@ class L2:
         return {reason: number for reason, number in counted.items() if number}
 
     @staticmethod
-    def _wait(fd: int, ask: Callable[[], Any]) -> Any:
+    def _wait(fd: int, begin_lookup: Callable[[], Any]) -> Any:
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        while (result := ask()) is None:
+        while (result := begin_lookup()) is None:
             poller.poll()
             consume_fd(fd)
         return result

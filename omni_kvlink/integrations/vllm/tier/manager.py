@@ -74,21 +74,21 @@ class OmniKVLinkTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         warn_if_untested()
         config = offloading_spec.config
-        given = TierSettings.of(settings, config.parallel.data_parallel_index)
-        self.locality = Locality(given.locality) if given.locality else None
+        tier_settings = TierSettings.of(settings, config.parallel.data_parallel_index)
+        self.locality = Locality(tier_settings.locality) if tier_settings.locality else None
         self._jobs: dict[JobId, _Job] = {}
         self._counts = dict.fromkeys(COUNTS, 0)  # since the last `get_stats`
         client = StoreClient(
-            serve=given.url,
-            stores=given.stores,
-            peers=given.peers,
-            identity=cache_identity(config, given, self.block_size_bytes),
-            budget=given.budget,
-            timeout=given.timeout,
-            **given.link,
+            serve=tier_settings.url,
+            stores=tier_settings.stores,
+            peers=tier_settings.peers,
+            identity=cache_identity(config, tier_settings, self.block_size_bytes),
+            budget=tier_settings.budget,
+            timeout=tier_settings.timeout,
+            **tier_settings.link,
         )
-        client.wait_connected(timeout=given.timeout)  # else the first requests would miss
-        self._transfers = ChunkTransfers(client, primary_kv_view, drain=given.drain)
+        client.wait_connected(timeout=tier_settings.timeout)  # else the first requests would miss
+        self._transfers = ChunkTransfers(client, primary_kv_view, drain=tier_settings.drain)
         self._lookups = _Lookups(self._transfers, tier_type)
         self._storing = ThreadPoolExecutor(1, "kvlink-tier-store")
         self._loading = ThreadPoolExecutor(1, "kvlink-tier-load")

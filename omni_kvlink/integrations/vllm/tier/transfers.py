@@ -84,8 +84,8 @@ class ChunkTransfers:
     def _load(self, chunks: Collection[tuple[OffloadKey, torch.Tensor]]) -> list[OffloadKey]:
         """Load these chunks, which are got at once; the keys of those that are there."""
         loaded = []
-        found = self._client.get_many([key.hex() for key, _ in chunks])
-        for (key, row), received in zip(chunks, found, strict=True):
+        results = self._client.get_many([key.hex() for key, _ in chunks])
+        for (key, row), received in zip(chunks, results, strict=True):
             if received is None:
                 continue
             with received:

@@ -1,4 +1,4 @@
-"""`Shard`: which part of each page a rank of SGLang has, and which link it serves."""
+"""`PoolRank`: which part of each page a rank of SGLang has, and which link it serves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 RANK = "{rank}"
-"""What stands for a rank's number in `serve` and `peers`."""
+"""The text that stands for a rank's number in `serve` and `peers`."""
 
 
-class Shard:
+class PoolRank:
     """A rank of SGLang's parallel groups, from its storage configuration."""
 
     def __init__(self, config: HiCacheStorageConfig):
@@ -26,7 +26,7 @@ class Shard:
         return int((stage * config.tp_size + tp_rank) * config.attn_cp_size + config.attn_cp_rank)
 
     def name(self, *, is_replicated: bool) -> str:
-        """What tells this rank's part of a page from others'; all ranks have a replicated one."""
+        """A text that tells this rank's part of a page from others'; one if it is replicated."""
         config = self._config
         parts = [f"pp{config.pp_rank}of{config.pp_size}"]
         if not is_replicated:
@@ -55,6 +55,6 @@ class Shard:
         config = self._config
         number = self.number(config.tp_rank)
         writers = {number} if config.is_storage_writer else {number, self.number(config.dcp_rank)}
-        found = [url.replace(RANK, str(one)) for url in urls for one in sorted(writers)]
-        own = [serve.replace(RANK, str(one)) for one in sorted(writers) if one != number]
-        return tuple(dict.fromkeys((*own, *found)))
+        others_urls = [url.replace(RANK, str(rank)) for url in urls for rank in sorted(writers)]
+        own_urls = [serve.replace(RANK, str(rank)) for rank in sorted(writers) if rank != number]
+        return tuple(dict.fromkeys((*own_urls, *others_urls)))
