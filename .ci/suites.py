@@ -38,10 +38,11 @@ SOURCES = ("lint", "mutants-check", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
 TESTS = ("test", SLOW, "asan-tensors", "test-ucx", "test-prometheus", "test-containers")
-VLLM = ("test-vllm", "asan-vllm")
+VLLM = ("test-vllm", "test-vllm-dynamo", "asan-vllm")
 HOSTS = (
     "test-hf-5.24.0",
     "test-hf-4.57.6",
+    "test-vllm-interface",
     "test-vllm-omni",
     "test-ray",
     "test-diffusers",
