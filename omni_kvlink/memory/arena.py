@@ -263,8 +263,8 @@ class ArenaPool:
                     waiter = growth.waiter
                     assert waiter is not None
                     if self.make_room():
+                        self._waiters.pop(waiter, None)  # first: an interrupt loses none
                         growth.waiter = None
-                        self._waiters.pop(waiter, None)
                     else:
                         self._wait(waiter, max(0.0, deadline - time.monotonic()))
                     continue
