@@ -132,6 +132,7 @@ def test_the_free_words_are_paths_and_names() -> None:
         "--keys",
         "--keys-from",
         "--output",
+        "--prefix",
         "--writers",
         "A",
         "AFTER",
@@ -139,7 +140,7 @@ def test_the_free_words_are_paths_and_names() -> None:
         "BEFORE",
         "DIR",
         "DIRECTORY",
-        "FILE",
+        "FILE|URL",
     }
     assert free == {*files, "--key", "-o", "--row", "--serve", "NAME", "URL"}
 
