@@ -22,7 +22,6 @@ from omni_kvlink.errors import (
 from omni_kvlink.integrations.vllm_omni.links import Links
 from omni_kvlink.integrations.vllm_omni.payloads import object_of, payload_of
 from omni_kvlink.integrations.vllm_omni.pending_gets import PendingGets
-from omni_kvlink.integrations.vllm_omni.replicas import REPLICA_KEY, Replicas
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import backend
@@ -40,6 +39,7 @@ try:
     from vllm_omni.distributed.omni_connectors.utils.kv_utils import get_omni_replica_id
 
     from omni_kvlink.integrations.vllm_omni.omni_serializer import OmniTensorSerializer
+    from omni_kvlink.integrations.vllm_omni.replicas import REPLICA_KEY, Replicas
 except ImportError as error:
     raise UnavailableError(
         f"vLLM-Omni cannot be imported: {error}; with its vLLM there, "
