@@ -14,6 +14,7 @@ from omni_kvlink.connectors.control import monitored_socket
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
+    PROTOCOL,
     Chunk,
     Failed,
     FetchRange,
@@ -123,7 +124,7 @@ def test_other_versions(producer: KVProducer, unharmed: None) -> None:
         peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
         answer, _ = peer.receive()
         assert isinstance(answer, Refused)
-        assert answer.versions == (2, 2)
+        assert answer.versions == PROTOCOL
     assert refused(producer, "other version") == 1
 
 
