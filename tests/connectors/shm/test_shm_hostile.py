@@ -132,7 +132,7 @@ def test_other_version_is_refused_by_the_reader(sockets: str, path: str) -> None
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(VersionError, match=r"7 to 9.*2 to 2"):
+    with pytest.raises(VersionError, match=r"7 to 9.*2 to 3"):
         KVLink.connect("shm://name", timeout=60, directory=sockets)
     thread.join()
     listener.close()
