@@ -18,7 +18,7 @@ from omni_kvlink import (
     TransferFailed,
 )
 
-pytest.importorskip("ray", reason="needs `pip install 'omni-kvlink[ray]'`")
+pytest.importorskip("ray.experimental", reason="needs `pip install 'omni-kvlink[ray]'`")
 
 import omni_kvlink.integrations.ray
 from omni_kvlink.integrations.ray import actor_links
