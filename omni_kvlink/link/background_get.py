@@ -21,6 +21,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.link.consumer import begin, can_retry, get_requests, open_stream, stream_request
 from omni_kvlink.link.copy_into import CopyInto
 from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.settings import Flag
 from omni_kvlink.system.waits import Deadline, check_timeout
 from omni_kvlink.telemetry import observers
 
@@ -308,7 +309,7 @@ def begin_get(
     that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`,
     also for `wait`. PeerLostError if the producer is gone and did not come back in time.
     """
-    request = GetRequest(check_request_id(request_id), streamed, waits=wait)
+    request = GetRequest(check_request_id(request_id), streamed, waits=Flag().read(wait, "wait"))
     return begin(consumer, [request], timeout=timeout, verify=verify)[0]
 
 

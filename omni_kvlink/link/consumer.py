@@ -32,7 +32,7 @@ from omni_kvlink.payload.manifest import KnownHeader
 from omni_kvlink.payload.safetensors_file import write_payload
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_memory import open_copy, payload_views
-from omni_kvlink.settings import Choice, Integer
+from omni_kvlink.settings import Choice, Flag, Integer
 from omni_kvlink.system.waits import Deadline, check_timeout
 from omni_kvlink.telemetry import observers
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 _VERIFY = Choice(*get_args(Verify))
-_START = Integer(0)
+_START, _FLAG = Integer(0), Flag()
 
 
 class KVConsumer(LinkEnd):
@@ -100,6 +100,8 @@ class KVConsumer(LinkEnd):
             SchemaError: `into` is not what the payload is; nothing was written, another get has it.
         """
         check_verify(verify)
+        if wait is not True:
+            _FLAG.read(wait, "wait")
         started = time.perf_counter()
         deadline = Deadline(timeout)
         if into is not None:
@@ -276,6 +278,7 @@ def get_requests(request_ids: Iterable[str], *, wait: bool = True) -> list[GetRe
     """Return a request for each id, also of a generator; SchemaError for a single one."""
     if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
         raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
+    _FLAG.read(wait, "wait")
     return [GetRequest(check_request_id(each), waits=wait) for each in request_ids]
 
 

@@ -186,10 +186,6 @@ def _locked() -> threading.Lock:
     return lock
 
 
-def _no_room() -> bool:
-    return False
-
-
 MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
 """Maps an arena of so many bytes, while the function that it is given returns True."""
 
@@ -231,7 +227,7 @@ class ArenaPool:
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
         self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
         self._closed = False
-        self.make_room: Callable[[], bool] = _no_room
+        self.make_room: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         # Each thread that waits has one, locked. A `Condition` is left locked, or unlocked, by a
         # signal handler that raises in one of its methods.

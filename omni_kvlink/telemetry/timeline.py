@@ -176,7 +176,7 @@ class TimelineRecorder(observers.Observer):
         except OSError as error:
             _refuse(self.path, error)
         boot = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
-        process, wall = self._process or _program(), 1e6 * (time.time() - time.monotonic())
+        process, wall = self._process or _program(), 1e-3 * (time.time_ns() - time.monotonic_ns())
         header = FileHead(_VERSION, self._pid, process, platform.node(), boot, wall)
         self._file.write(msgspec.json.encode(header) + b"\n")
 

@@ -171,7 +171,7 @@ def check_kept_keys_are_taken(rig: Rig) -> None:
 
 
 def check_a_ttl_ends_kept_payloads(rig: Rig) -> None:
-    """With a `ttl` a kept payload expires when its readers have left."""
+    """With a `ttl` a kept payload expires, whether it was read or not."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("e").make(), readers=None, ttl=1e-3)
     expect(TransferFailed, receipt.wait, timeout=60, mentions=("expired",))
@@ -186,6 +186,8 @@ def check_kept_while_it_is_written(rig: Rig) -> None:
     layers = list(layers_of(data).values())
     first_reader = rig.connect_here()
     expect(MissingError, first_reader.get, "s", timeout=60, wait=False)
+    for call, key in ((first_reader.get, "s"), (first_reader.get_many, ["s"])):
+        expect(SchemaError, call, key, timeout=60, wait="false", mentions=("wait='false'",))
     with producer.stream_put(data, readers=None) as out:
         out.write_layer(0, *layers[0])
         assert not producer.withdraw("s")

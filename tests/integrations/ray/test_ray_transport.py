@@ -175,6 +175,7 @@ def test_a_damaged_tensor_is_an_error(
         def serve(url: str, **options: Any) -> Any:
             return KVLink.serve(url, **{**options, "copier": copier})
 
+    # The real link, whose copier damages what it has copied: no setting names such a copier.
     monkeypatch.setattr(actor_links, "KVLink", Tampering)
     source, reader = make(), make()
     copier.tamper = partial(flip_bit, "tensors/0", 0)

@@ -61,6 +61,7 @@ def test_evicted_between_look_up_and_load(
 def test_a_flipped_bit(tier_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     copier, serve = TamperingCopier(), KVLink.serve
     copier.tamper = partial(flip_bit, "tensors/chunk", 100)
+    # The real `serve`, whose copier damages what it has copied: no setting names such a copier.
     monkeypatch.setattr(KVLink, "serve", partial(serve, copier=copier))
     engine = tier_engine("shm://a")
     compute(engine, TOKENS)

@@ -6,13 +6,16 @@ import contextlib
 
 import torch
 
+_operators = torch.library.Library("torchvision", "FRAGMENT")
+"""Kept: what it has defined ends with it."""
+
 
 def define_torchvision_operators() -> None:
-    """Define two operators of torchvision, which its wheel for CUDA cannot load here.
+    """Define two operators that a build of torchvision for CUDA lacks next to such a torch.
 
-    It refuses to be imported without them; SGLang's configurations import it, and host pools those.
+    Without them it cannot be imported; SGLang's configurations import it, and host pools those.
     """
     signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("nms", "qnms"):
         with contextlib.suppress(RuntimeError):  # it is defined
-            torch.library.define(f"torchvision::{name}", signature)
+            _operators.define(f"{name}{signature}")
