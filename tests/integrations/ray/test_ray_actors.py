@@ -130,7 +130,8 @@ def test_a_process_outside_actors_puts_and_gets(source: Any, readers: list[Any])
 
 def test_a_reference_in_a_list_is_got_by_its_actor(source: Any, readers: list[Any]) -> None:
     reference = source.make.remote(6)
-    ray.wait([reference])  # Ray passes no reference in a list before its object is made
+    # Ray passes no reference in a list before its owner knows of the object: a get waits for that.
+    assert ray.get(readers[1].total.remote(reference)) == total(6)
     assert ray.get(readers[0].total_of_nested.remote([reference])) == total(6)
 
 

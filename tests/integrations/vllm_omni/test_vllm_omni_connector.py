@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+    from omni_kvlink import KVConsumer, PeerLostError
+
 # Reaches into _closed, _links, _lock, _pending: `health()` says what the other side sees; what is
 # kept here of gets that are over costs memory, and shows nowhere.
 
@@ -180,7 +182,7 @@ def test_gets_that_are_pending_share_the_wait(
     sender.put(*EDGE, "first_0_0", 1)
     assert polled(reader, "first_0_0") == 1
     waits = list[float]()
-    wait = "omni_kvlink.integrations.vllm_omni.pending_gets.LazyEvent"
+    wait = "omni_kvlink.integrations.vllm_omni.polled_get.LazyEvent"
     monkeypatch.setattr(wait, partial(WaitlessEvent, waits))
     keys = [f"r{i}_0_0" for i in range(64)]
     usual, reader.settings = reader.settings, dataclasses.replace(reader.settings, poll=600.0)
@@ -248,6 +250,10 @@ def test_a_waiting_deadline_is_met_early(ends: tuple[Any, Any]) -> None:
     assert found[0][0] == "here"
 
 
+def raises(edge: StageEdge, link: KVConsumer, error: PeerLostError) -> None:
+    raise error
+
+
 BLOCKS_OF_PYTHON = ("with ", "try:", "finally:", "pass", "def ", "@")
 """Beginnings of lines that are traced, too, where Python itself looks for no signal."""
 
@@ -258,7 +264,7 @@ def test_a_poll_that_is_interrupted_at_any_line(sockets: str) -> None:
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         path = frame.f_code.co_filename
-        if not any(part in path for part in ("pending_gets", "answer", "threading", "futures")):
+        if not any(part in path for part in ("pending_gets", "polled_get", "answer", "threading")):
             return None
         line = linecache.getline(path, frame.f_lineno).strip()
         if event == "line" and not line.startswith(BLOCKS_OF_PYTHON) and next(lines) == number:
@@ -268,10 +274,11 @@ def test_a_poll_that_is_interrupted_at_any_line(sockets: str) -> None:
     with make("shm", sockets, "cut") as sender, make("shm", sockets, "cut") as reader:
         sender.put(*EDGE, "first_0_0", 1)
         assert polled(reader, "first_0_0") == 1
-        link = reader._links.receiver(StageEdge.of(*EDGE, "r_0_0"), timeout=60)
+        edge = StageEdge.of(*EDGE, "r_0_0")
+        links = {edge: reader._links.receiver(edge, timeout=60)}
         for number in itertools.count():
             lines, key = itertools.count(), f"r{number}_0_0"
-            wait = partial(reader._pending.get, link, StageEdge.of(*EDGE, key), key, timeout=0.001)
+            wait = partial(reader._pending.get, links, edge, key, timeout=0.001, lost=raises)
             sys.settrace(trace)
             try:
                 wait()
