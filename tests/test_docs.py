@@ -13,7 +13,7 @@ import omni_kvlink
 from omni_kvlink import errors
 from omni_kvlink.connectors import base
 from omni_kvlink.connectors.control import monitored_socket, refusals
-from omni_kvlink.connectors.protocol import fetch_plan, tombstones, transfer_table
+from omni_kvlink.connectors.protocol import fetch_plan, tombstones, transfer_table, waiting_gets
 from omni_kvlink.connectors.runtime import consumer
 from omni_kvlink.connectors.shm.channel import MAX_BACKLOG
 from omni_kvlink.connectors.shm.listener import MAX_PEERS
@@ -126,7 +126,7 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         (protocol, f"for {tombstones.TOMBSTONE_SECONDS:g} seconds"),
         (protocol, f"At most {tombstones.MAX_TOMBSTONES:,} such keys"),
         (protocol, f"last {tombstones.MAX_TOMBSTONES:,} such keys"),
-        (protocol, f"At most {transfer_table.MAX_WAITING:,} gets"),
+        (protocol, f"At most {waiting_gets.MAX_WAITING:,} gets"),
         (protocol, f"at most {fetch_plan.EAGER:,} bytes"),
         (protocol, f"`Chunk`s of at most {fetch_plan.CHUNK >> 20} MiB"),
         (protocol, f"{fetch_plan.WINDOW >> 20} MiB at most"),

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.connectors.protocol.kept_table import OTHER_IDENTITY
-from omni_kvlink.connectors.protocol.transfer_table import LOADING
+from omni_kvlink.connectors.protocol.phases import LOADING
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,

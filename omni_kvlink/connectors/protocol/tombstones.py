@@ -31,7 +31,7 @@ class Tombstones:
         failed: keys that failed, were aborted by their producer, or expired.
         aborted: keys that a reader aborted before there was a payload.
         delivered: keys whose payload ended well, and its last state: gets of them wait. At most
-            `MAX_TOMBSTONES`; the table adds them.
+            `MAX_TOMBSTONES`.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,12 @@ class Tombstones:
         tombstones[key] = Tombstone(now + TOMBSTONE_SECONDS, reason, ending)
         if len(tombstones) > MAX_TOMBSTONES:
             tombstones.popitem(last=False)
+
+    def add_delivered(self, key: str, state: TransferState) -> None:
+        """Remember that the payload of a key ended well, in this state."""
+        self.delivered[key] = state
+        if len(self.delivered) > MAX_TOMBSTONES:
+            self.delivered.popitem(last=False)
 
     def tick(self, now: float) -> None:
         """Forget those that are due."""

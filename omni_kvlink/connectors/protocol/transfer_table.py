@@ -17,19 +17,18 @@ stream (`Transfer.window`) has chunks instead, transfers which its readers get o
 argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
 
 One long file: each transition moves a transfer, the gets that wait and the leases together, in an
-order that an interrupt at any line may cut. Chunks, windows and direct sources have files of their
-own.
+order that an interrupt at any line may cut. What it moves has files of its own: the gets that wait,
+pins, kept payloads, times to live, tombstones, chunks, windows and direct sources.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
-from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.append_table import AppendTable
+from omni_kvlink.connectors.protocol.expiries import MAX_EXPIRED, Expiries
 from omni_kvlink.connectors.protocol.kept_table import KeptTable
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
@@ -44,8 +43,17 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     shorten,
 )
-from omni_kvlink.connectors.protocol.tombstones import MAX_TOMBSTONES, Tombstone, Tombstones
+from omni_kvlink.connectors.protocol.phases import (
+    IS_APPEND_STREAM,
+    IS_PAYLOAD,
+    LOADING,
+    MISSING,
+    PHASES,
+)
+from omni_kvlink.connectors.protocol.pins import Pins
+from omni_kvlink.connectors.protocol.tombstones import Tombstone, Tombstones
 from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
+from omni_kvlink.connectors.protocol.waiting_gets import WHOLE, WaitingGets
 from omni_kvlink.errors import DuplicateKeyError
 
 if TYPE_CHECKING:
@@ -54,21 +62,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
-
-MAX_WAITING = 1 << 16
-"""Gets that may wait; then a peer with less than an equal share of them may still add some."""
-
-MAX_KEY_CHARS = 8_388_608
-"""Characters of all keys together that one peer's gets may wait for."""
-MAX_EXPIRED = 64
-"""Transfers that one `TransferTable.tick` expires at most."""
-
-Taken = tuple[bool, int]
-"""The kind of a get: whether it takes layers while they are written; and the number of the first
-chunk that it takes of an append stream, or `WHOLE` for a payload."""
-WHOLE = -1
-IS_APPEND_STREAM = "it is an append stream: use read_stream"
-IS_PAYLOAD = "it is no append stream: use get"
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
 (
@@ -84,26 +77,7 @@ IS_PAYLOAD = "it is no append stream: use get"
 ) = TransferState
 _DELIVERED = RELEASED, WITHDRAWN, EVICTED
 _NO_NAMES = "", ""
-_NEVER = float("inf")
 _EPOCH = attrgetter("epoch")
-
-_PHASES = {
-    RESERVED: "announced, the producer is still writing it",
-    STREAMING: "announced, the producer is still writing it",
-    COMMITTED: "announced, not fetched",
-    LEASED: "announced, but every declared reader has it already: raise readers= of its put",
-    RELEASED: (
-        "it was delivered to every declared reader and released: "
-        "raise readers= of its put, or put it again"
-    ),
-    WITHDRAWN: "it was kept, and its producer withdrew it",
-    EVICTED: (
-        "it was kept, and evicted because memory was wanted: "
-        "raise quota= of its producer, or put it again"
-    ),
-}
-MISSING = "the producer has no such payload now"
-LOADING = "not in memory, the producer loads it"
 
 
 class TransferTable:
@@ -118,13 +92,11 @@ class TransferTable:
         self._send, self._free = send, free
         self._epoch, self._now = 0, 0.0
         self._live: dict[str, Transfer] = {}
-        self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
-        self._pinned: dict[int, Transfer] = {}
-        self._waiting: dict[str, dict[Claim, Taken]] = {}
-        self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
-        self._key_chars: dict[Peer, int] = {}
+        self._expiries = Expiries()
+        self._waiting = WaitingGets()
         self._leases: dict[Peer, dict[int, Transfer]] = {}  # by get
         self._tombstones = Tombstones()
+        self.pins = Pins()
         self.kept = KeptTable(self._live)
         self._appends = AppendTable(send, self._add_lease, self._end)
         self.counters = dict.fromkeys(
@@ -151,13 +123,13 @@ class TransferTable:
         for transfer in transfers:
             self._add(transfer)
         for transfer in transfers:
-            if transfer.stream is None and transfer.key in self._waiting:
+            if transfer.stream is None:
                 self._notify(transfer.key, RESERVED)
 
     def _notify(self, key: str, state: TransferState) -> None:
         """Tell the gets that wait for a key how far its payload is."""
-        for peer, get_id in self._waiting.get(key, ()):
-            self._send(peer, Status(get_id, _PHASES[state]))
+        for (peer, get_id), _ in self._waiting.by_key(key):
+            self._send(peer, Status(get_id, PHASES[state]))
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
         """End a transfer that is not written to any more, also one that did not begin.
@@ -277,21 +249,16 @@ class TransferTable:
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""
-        for peer, get_id in [] if key in self._live else list(self._waiting.get(key, ())):
+        for claim, _ in [] if key in self._live else self._waiting.by_key(key):
             self.kept.count_miss(key)
-            self._remove_waiting(key, (peer, get_id))
-            self._send(peer, Failed(get_id, shorten(reason), "missing"))
+            self._fail_get(key, claim, shorten(reason), "missing")
 
     def close(self, reason: str) -> None:
         """Fail every transfer and every waiting get."""
         for transfer in list(self._live.values()):
             self._end(transfer, FAILED, reason, "closed")
-        for claims in self._waiting.values():
-            for peer, get_id in claims:
-                self._send(peer, Failed(get_id, reason, "closed"))
-        self._waiting.clear()
-        self._gets.clear()
-        self._key_chars.clear()
+        for peer, get_id in self._waiting.clear():
+            self._send(peer, Failed(get_id, reason, "closed"))
 
     def tick(self, now: float) -> float:
         """Expire transfers and tombstones that are due; return when to call next.
@@ -303,13 +270,9 @@ class TransferTable:
         if self._tombstones.failed or self._tombstones.aborted:
             self._tombstones.tick(now)
         for _ in range(MAX_EXPIRED):
-            if not self._expiring:
-                return float("inf")
-            expires, _, transfer = self._expiring[0]
-            if expires > now:  # also of one that has ended: else each commit would wake the owner
-                return expires
-            heapq.heappop(self._expiring)
-            transfer.is_scheduled = False
+            if (due := self._expiries.next_time()) > now:
+                return due
+            transfer = self._expiries.pop()
             if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.missing_readers}"
                 self._end(transfer, EXPIRED, reason, "expired")
@@ -318,7 +281,7 @@ class TransferTable:
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits for `key` that takes it while it is being written."""
-        return any(streamed for streamed, _ in self._waiting.get(key, {}).values())
+        return any(streamed for _, (streamed, _) in self._waiting.by_key(key))
 
     def find_leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
         """Return the transfer that a get may fetch bytes of, or None if it has no such lease.
@@ -332,10 +295,10 @@ class TransferTable:
 
     def stats(self) -> dict[str, int]:
         """Return the numbers now (live, leased, waiting, pinned) and those since the start."""
-        waiting = sum(map(len, self._waiting.values())) + self._appends.waiting
+        waiting = len(self._waiting) + self._appends.waiting
         leased = sum(map(len, self._leases.values()))
         now = {"live": len(self._live), "leased": leased, "waiting": waiting}
-        kept = {"pinned": len(self._pinned), "kept": len(self.kept)}
+        kept = {"pinned": len(self.pins), "kept": len(self.kept)}
         return {**now, **kept, **self.counters, **self.kept.counters}
 
     def live_after(self, epoch: int, limit: int) -> list[Transfer]:
@@ -345,12 +308,11 @@ class TransferTable:
         disconnected reader. Both are sorted as they stand: what a call takes beside the `limit` is
         a copy of two lists of references.
         """
-        live, pinned = list(self._live.values()), sorted(self._pinned)
-        start, first = bisect_right(live, epoch, key=_EPOCH), bisect_right(pinned, epoch)
-        found = {transfer.epoch: transfer for transfer in live[start : start + limit]}
-        for number in pinned[first : first + limit]:
-            found[number] = self._pinned[number]
-        return [found[number] for number in sorted(found)[:limit]]
+        live = list(self._live.values())
+        start = bisect_right(live, epoch, key=_EPOCH)
+        found = [*live[start : start + limit], *self.pins.after(epoch, limit)]
+        unique = {transfer.epoch: transfer for transfer in found}
+        return sorted(unique.values(), key=_EPOCH)[:limit]
 
     # Events of the peers
 
@@ -366,32 +328,26 @@ class TransferTable:
         if transfer is None and tombstone is not None:
             self._send(peer, Failed(get_id, tombstone.reason, tombstone.ending))
             return
-        reason, own = "", len(self._gets.get(peer, ()))
-        share = MAX_WAITING // (len(self._gets) + 1)
-        if own >= share and sum(map(len, self._gets.values())) >= MAX_WAITING:
-            reason = f"more than {MAX_WAITING} gets wait already, and {own} of this reader"
-        elif self._key_chars.get(peer, 0) + len(key) > MAX_KEY_CHARS:
-            reason = f"the keys that this reader waits for exceed {MAX_KEY_CHARS} characters"
-        elif get_id in self._gets.get(peer, ()) or get_id in self._leases.get(peer, ()):
+        reason = self._waiting.refusal(peer, key)
+        is_known = self._waiting.find_key(peer, get_id) is not None
+        if not reason and (is_known or get_id in self._leases.get(peer, ())):
             reason = f"get {get_id} waits already, or has a payload"
         if reason:
             self.counters["refused"] += 1
             self._send(peer, Failed(get_id, reason, "failed"))
             return
         start = get.chunk if get.stream else WHOLE
-        self._waiting.setdefault(key, {})[claim] = get.streamed, start
-        self._gets.setdefault(peer, {})[get_id] = key
-        self._key_chars[peer] = self._key_chars.get(peer, 0) + len(key)
+        self._waiting.add(key, claim, (get.streamed, start))
         if transfer is not None:
             self._offer_to(transfer, claim, get.streamed, start)  # the others wait for a reason
-        if claim in self._waiting.get(key, ()):  # its reader may be here before the next put
+        if self._waiting.has(key, claim):  # its reader may be here before the next put
             self._leave_waiting(claim, key, transfer, waits=get.waits)
 
     def on_cancel(self, peer: Peer, get_id: int) -> None:
         """A get is cancelled; what it was offered meanwhile is delivered to another one."""
-        key = self._gets.get(peer, {}).get(get_id)
+        key = self._waiting.find_key(peer, get_id)
         if key is not None:
-            self._remove_waiting(key, (peer, get_id))
+            self._waiting.remove(key, (peer, get_id))
             return
         if self._appends.cancel(peer, get_id):
             return
@@ -415,8 +371,8 @@ class TransferTable:
         """
         transfer = self._find_lease(peer, get_id, epoch)
         if transfer is None:
-            pinned = self._pinned.get(epoch)
-            if pinned is not None and (peer, get_id) in pinned.pins:
+            pinned = self.pins.find(epoch, (peer, get_id))
+            if pinned is not None:
                 self._unpin(pinned, {(peer, get_id)})
             else:
                 self.counters["stale"] += 1
@@ -444,8 +400,8 @@ class TransferTable:
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""
-        for get_id, key in list(self._gets.get(peer, {}).items()):
-            self._remove_waiting(key, (peer, get_id))
+        for get_id, key in self._waiting.by_peer(peer):
+            self._waiting.remove(key, (peer, get_id))
         self._appends.cancel_gets(peer)
 
     def on_disconnect(self, peer: Peer) -> bool:
@@ -456,26 +412,17 @@ class TransferTable:
         """
         self.cancel_gets(peer)
         for get_id, transfer in list(self._leases.get(peer, {}).items()):
-            transfer.pins |= {(peer, get_id)}
-            self._pinned[transfer.epoch] = transfer
+            self.pins.add(transfer, (peer, get_id))
             self._end_lease(transfer, (peer, get_id), redeliver=True)
-        return any(peer == pin[0] for transfer in self._pinned.values() for pin in transfer.pins)
-
-    def pinned(self) -> Counter[Peer]:
-        """Return the bytes of the payloads that each disconnected peer may still read."""
-        pinned = Counter[Peer]()
-        for transfer in self._pinned.values():
-            for peer in {peer for peer, _ in transfer.pins}:
-                pinned[peer] += transfer.location.nbytes if transfer.location is not None else 0
-        return pinned
+        return bool(self.pins.by_peer(peer))
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone: cancel its gets, deliver its leases to others, unpin its memory."""
         self.cancel_gets(peer)
         for get_id, transfer in list(self._leases.get(peer, {}).items()):
             self._end_lease(transfer, (peer, get_id), redeliver=True)
-        for transfer in list(self._pinned.values()):
-            self._unpin(transfer, {pin for pin in transfer.pins if pin[0] == peer})
+        for transfer, pins in self.pins.by_peer(peer):
+            self._unpin(transfer, pins)
 
     # Inside
 
@@ -499,10 +446,11 @@ class TransferTable:
             if transfer.is_kept:
                 self.kept.add(transfer)
             self._offer(transfer)
-            self._schedule(transfer)  # last, because a reader may sleep until it has the offer
+            # Last, because a reader may sleep until it has the offer.
+            self._expiries.add(transfer, len(self._live))
         except BaseException:  # an interrupt, at any line
             if transfer.is_committed and not transfer.state.is_final:
-                self._schedule(transfer)
+                self._expiries.add(transfer, len(self._live))
                 transfer.state = LEASED if transfer.leases else COMMITTED
                 if transfer.is_kept:
                     self.kept.add(transfer)
@@ -529,32 +477,17 @@ class TransferTable:
             state = f"{other.state.value}{' and kept' * other.is_kept}"
             raise DuplicateKeyError(f"key {key!r} is taken by a payload that is {state}; {cure}")
 
-    def _schedule(self, transfer: Transfer) -> None:
-        """Have `tick` expire a transfer; it forgets those that are not offerable when it looks."""
-        if transfer.is_scheduled or transfer.expires == _NEVER:
-            return
-        if len(self._expiring) > 2 * len(self._live) + MAX_EXPIRED:
-            # Most have ended long before their time; they must not be kept until then.
-            self._expiring = [one for one in self._expiring if not one[2].state.is_final]
-            heapq.heapify(self._expiring)
-        # First: after an interrupt it is there twice at most.
-        heapq.heappush(self._expiring, (transfer.expires, transfer.epoch, transfer))
-        transfer.is_scheduled = True
-
     def _unpin(self, transfer: Transfer, claims: set[Claim]) -> None:
-        transfer.pins -= claims
-        if not transfer.pins:
-            self._pinned.pop(transfer.epoch, None)
+        self.pins.remove(transfer, claims)
         if transfer.is_kept:
             self.kept.release(transfer)
-        if claims:
-            self._free_if_unused(transfer)
+        self._free_if_unused(transfer)
 
     def _offer(self, transfer: Transfer) -> None:
         """Lease the payload to the gets that wait longest, as long as readers are missing."""
         if transfer.location is None or not (transfer.unclaimed or transfer.leases):
             return  # before the list of waiting gets, which may be long, is copied
-        for claim, (streamed, start) in list(self._waiting.get(transfer.key, {}).items()):
+        for claim, (streamed, start) in self._waiting.by_key(transfer.key):
             if not transfer.unclaimed and claim not in transfer.leases:
                 return
             self._offer_to(transfer, claim, streamed, start)
@@ -567,15 +500,13 @@ class TransferTable:
         if transfer.location is None or not (transfer.unclaimed or is_leased):
             return
         if (start == WHOLE) is not (transfer.window is None):
-            self._remove_waiting(transfer.key, claim)
-            peer, get_id = claim
             reason = IS_APPEND_STREAM if transfer.window is not None else IS_PAYLOAD
-            self._send(peer, Failed(get_id, reason, "failed"))
+            self._fail_get(transfer.key, claim, reason, "failed")
         elif streamed or transfer.state is not STREAMING:
             if transfer.window is not None and not is_leased:
                 transfer.window.add_reader(claim, start)
             self._lease(transfer, transfer.location, claim)
-            self._remove_waiting(transfer.key, claim)
+            self._waiting.remove(transfer.key, claim)
             if transfer.window is not None:
                 self._appends.release_read(transfer)
 
@@ -639,7 +570,7 @@ class TransferTable:
             transfer.lost_readers += 1
             self.counters["redelivered"] += 1
             if transfer.is_committed:
-                self._schedule(transfer)
+                self._expiries.add(transfer, len(self._live))
         is_idle = transfer.state is LEASED and not transfer.leases
         if is_idle and transfer.unclaimed:
             transfer.state = COMMITTED
@@ -663,11 +594,8 @@ class TransferTable:
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
             if state in _DELIVERED:  # gets that wait, and later ones, are told so
-                self._tombstones.delivered[transfer.key] = state
-                if len(self._tombstones.delivered) > MAX_TOMBSTONES:
-                    self._tombstones.delivered.popitem(last=False)
-                if transfer.key in self._waiting:
-                    self._notify(transfer.key, state)
+                self._tombstones.add_delivered(transfer.key, state)
+                self._notify(transfer.key, state)
         if transfer.is_kept:
             self.kept.remove(transfer)
         if transfer.window is not None:
@@ -684,13 +612,13 @@ class TransferTable:
         """Withdraw or evict a payload."""
         count = self.counters[state._value_]
         try:
-            self._end(transfer, state, _PHASES[state], "closed")
+            self._end(transfer, state, PHASES[state], "closed")
         except BaseException:  # an interrupt, at any line: nobody could end it any more
             if transfer.state.is_final:
                 self._free_if_unused(transfer)
             else:
                 self.counters[state._value_] = count
-                self._end(transfer, state, _PHASES[state], "closed")
+                self._end(transfer, state, PHASES[state], "closed")
             raise
 
     def _free_if_unused(self, transfer: Transfer) -> None:
@@ -709,9 +637,14 @@ class TransferTable:
         """Remember why a key has no payload, and fail the gets that wait for it."""
         reason = shorten(reason)
         self._tombstones.add(tombstones, key, reason, ending, now)
-        for peer, get_id in list(self._waiting.get(key, ())):
-            self._remove_waiting(key, (peer, get_id))
-            self._send(peer, Failed(get_id, reason, ending))
+        for claim, _ in self._waiting.by_key(key):
+            self._fail_get(key, claim, reason, ending)
+
+    def _fail_get(self, key: str, claim: Claim, reason: str, ending: Ending) -> None:
+        """End a get that waits."""
+        self._waiting.remove(key, claim)
+        peer, get_id = claim
+        self._send(peer, Failed(get_id, reason, ending))
 
     def _leave_waiting(
         self, claim: Claim, key: str, transfer: Transfer | None, *, waits: bool
@@ -723,24 +656,10 @@ class TransferTable:
             self._send(peer, Status(get_id, LOADING))
             return
         state = self._tombstones.delivered.get(key) if transfer is None else transfer.state
-        phase = "" if state is None else _PHASES[state]
+        phase = "" if state is None else PHASES[state]
         if waits:
             if phase:
                 self._send(peer, Status(get_id, phase))
             return
         reason = self.kept.count_miss(key) or phase or MISSING
-        self._remove_waiting(key, claim)
-        self._send(peer, Failed(get_id, reason, "missing"))
-
-    def _remove_waiting(self, key: str, claim: Claim) -> None:
-        peer, get_id = claim
-        nchars, gets = len(key), self._gets.get(peer, {})
-        if get_id in gets:  # else an interrupt came below
-            del gets[get_id]
-            self._key_chars[peer] -= nchars
-        if not gets:
-            self._gets.pop(peer, None)
-            self._key_chars.pop(peer, None)
-        del self._waiting[key][claim]
-        if not self._waiting[key]:
-            del self._waiting[key]
+        self._fail_get(key, claim, reason, "missing")

@@ -181,7 +181,7 @@ class PooledProducer(Producer):
     def pinned(self) -> Counter[Peer]:
         """Return the bytes that each disconnected peer may still read; any thread."""
         with self.lock:
-            return self.transfers.pinned()
+            return self.transfers.pins.nbytes()
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""

@@ -12,11 +12,11 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Status,
 )
-from omni_kvlink.connectors.protocol.transfer_table import MISSING
+from omni_kvlink.connectors.protocol.phases import MISSING
 from omni_kvlink.kept import CacheIdentity
 from support.connectors.transfer_tables import HERE, Bench, offer, state_of
 
-# Reaches into _kept, _idle, _names, _tombstones, _expiring: what a table remembers is bounded.
+# Reaches into _kept, _idle, _names, _tombstones, _expiries: what a table remembers is bounded.
 
 
 @pytest.fixture
@@ -404,4 +404,4 @@ def test_what_is_remembered_of_them_is_bounded(bench: Bench) -> None:
     sizes = len(kept), len(kept._kept), len(kept._idle), len(kept._names)
     assert sizes == (10, 10, 10, 10)
     assert len(bench.transfers._tombstones.delivered) <= 4096
-    assert len(bench.transfers._expiring) < 200
+    assert len(bench.transfers._expiries) < 200

@@ -117,7 +117,7 @@ def test_the_pins_of_one_reader_are_not_another_s(bench: Bench) -> None:
     assert bench.transfers.on_disconnect("a")
     assert not bench.transfers.on_disconnect("b")
     assert transfer.location is not None
-    assert bench.transfers.pinned() == {"a": transfer.location.nbytes}
+    assert bench.transfers.pins.nbytes() == {"a": transfer.location.nbytes}
     assert transfer.location.nbytes > 0
 
 

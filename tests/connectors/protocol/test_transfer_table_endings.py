@@ -7,23 +7,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
-from omni_kvlink.connectors.protocol import tombstones
-from omni_kvlink.connectors.protocol import transfer_table as module
+from omni_kvlink.connectors.protocol import tombstones, waiting_gets
+from omni_kvlink.connectors.protocol.expiries import MAX_EXPIRED
 from omni_kvlink.connectors.protocol.messages import Failed, Get, Status
 from omni_kvlink.connectors.protocol.tombstones import TOMBSTONE_SECONDS
-from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED
 from support.connectors.transfer_tables import HERE, Bench, offer, state_of
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
-# Reaches into _expiring, _gets, _key_chars, _leases: what a table keeps of transfers that have
-# ended costs memory, and shows nowhere.
+# Reaches into _expiries, _key_chars, _keys, _leases, _waiting: what a table keeps of transfers that
+# have ended costs memory, and shows nowhere.
 
 
 def remember_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner in (tombstones, module):
-        monkeypatch.setattr(owner, "MAX_TOMBSTONES", 3)
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 3)
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def bench() -> Bench:
 
 
 def test_keys_of_one_peer_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_KEY_CHARS", 10)
+    monkeypatch.setattr(waiting_gets, "MAX_KEY_CHARS", 10)
     bench.request("a", 1, "12345678")
     bench.request("a", 2, "abc")
     bench.request("b", 2, "abc")
@@ -47,8 +45,8 @@ def test_keys_of_one_peer_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPa
     ]
     bench.transfers.fail("abcdefghij", "x", "failed", 0.0)
     bench.transfers.cancel_gets("b")
-    assert not bench.transfers._gets
-    assert not bench.transfers._key_chars
+    assert not bench.transfers._waiting._keys
+    assert not bench.transfers._waiting._key_chars
     bench.sent_messages()
     bench.request("a", 4, "1234567890")
     assert bench.sent_messages() == []
@@ -96,7 +94,7 @@ def test_what_ended_before_its_time_is_not_kept_until_then(bench: Bench) -> None
         transfer = bench.put("k", expires=1e9)
         bench.request("a", number, "k")
         bench.release("a", number, transfer)
-    assert len(bench.transfers._expiring) < 2 * MAX_EXPIRED
+    assert len(bench.transfers._expiries) < 2 * MAX_EXPIRED
     assert bench.transfers.tick(1.0) == 5.0
 
 
@@ -108,7 +106,7 @@ def test_a_lease_that_ends_unread_after_the_time_expires(bench: Bench) -> None:
         bench.release("a", number, transfer, "unread")
         bench.request("a", number + 1, "k")
     bench.release("a", 3, transfer, "unread", now=11.0)
-    assert len(bench.transfers._expiring) == 1
+    assert len(bench.transfers._expiries) == 1
     bench.transfers.tick(11.0)
     assert state_of(transfer) == "expired"
 
@@ -250,7 +248,7 @@ def read_by(bench: Bench, peer: str, number: int, key: str = "k") -> Transfer:
 
 
 def test_waiting_gets_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    monkeypatch.setattr(waiting_gets, "MAX_WAITING", 3)
     for number in range(5):
         bench.request("a", number, "same")
     assert [type(message) for _, message in bench.sent_messages()] == [Failed, Failed]

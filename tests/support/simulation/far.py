@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 ROW = 600
 BLOCK = 1 << 14
+ROUND_TRIP = 0.4
+"""Seconds that a message and its answer take at most on two `Wire`s."""
 
 
 def plan_of(key: str) -> Manifest:
@@ -515,7 +517,9 @@ class FarGet(OpenGet):
 
     def _wait(self, pending: PendingGet) -> None:
         assert isinstance(pending, RemoteGet)
-        self._pending = pending
+        assert self._far_reader.far is not None
+        self._pending, self._connection = pending, self._far_reader.far
+        self._requested = self._clock.now
         pending.future.add_done_callback(lambda _: self._answered())
 
     def _repeat(self) -> None:
@@ -547,10 +551,15 @@ class FarGet(OpenGet):
         elif not self._pending.future.done():
             phase = self._pending.phase
             self._reader.outcomes["was released"] += "and released" in phase
-            is_answered = self._pending.offer is not None
-            assert self._request.waits or is_answered, f"{self._key!r}: a get that does not wait"
+            assert not self._must_be_answered(), f"{self._key!r}: a get that does not wait"
             self._pending.cancel()
             self._finish("timed out")
+
+    def _must_be_answered(self) -> bool:
+        """Whether the producer has had the time to offer the payload, or to refuse it."""
+        if self._request.waits or self._pending.offer is not None or self._connection.is_closed:
+            return False
+        return self._clock.now > self._requested + ROUND_TRIP
 
     def _answered(self) -> None:
         if self._is_over:
