@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from omni_kvlink.link import KVProducer
 
 MAX_QUEUED = 65_536
-"""Keys that wait to be offered; when there are more, all that is kept is offered again later."""
+"""Keys that wait to be offered; when there are more, all that is kept is offered again later.
+Withdrawals always wait: a store that misses one would give away what its writer has withdrawn.
+"""
 
 
 class _Change(NamedTuple):
@@ -45,14 +47,14 @@ class OfferSender:
         start_thread(self._thread)
 
     def add(self, key: str, *, is_kept: bool = True) -> None:
-        """KeptOffer a key, or say that it was withdrawn; does not block."""
-        if self._queue.qsize() >= MAX_QUEUED:
-            self._offers_all = True
-        else:
+        """Offer a key, or say that it was withdrawn; does not block."""
+        if not is_kept or self._queue.qsize() < MAX_QUEUED:
             self._queue.put(_Change(key, is_kept))
+        elif not self._offers_all:
+            self.add_all()  # its event wakes the thread, which may have emptied the queue meanwhile
 
     def add_all(self) -> None:
-        """KeptOffer all that is kept now: to a store that has just come, or is back."""
+        """Offer all that is kept now: to a store that has just come, or is back."""
         self._offers_all = True
         self._queue.put(threading.Event())
 
@@ -114,7 +116,7 @@ class OfferSender:
         return True
 
     def _send_kept(self) -> bool:
-        """KeptOffer all that is kept; False if the link is closed."""
+        """Offer all that is kept; False if the link is closed."""
         self._offers_all, keys = False, self._kept.live()
         for first in range(0, len(keys), MAX_OFFERED):
             batch = keys[first : first + MAX_OFFERED]

@@ -8,7 +8,9 @@ import random
 import signal
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +28,7 @@ from omni_kvlink.kept import CacheIdentity, PayloadStore, StoreClient
 from omni_kvlink.kept import offers as offers_module
 from omni_kvlink.kept import source as source_module
 from omni_kvlink.kept import store as store_module
+from omni_kvlink.kept.offers import MAX_QUEUED
 from omni_kvlink.kept.payload_directory import file_name
 from omni_kvlink.kept.store_messages import Attachment
 from omni_kvlink.testing.rig import until
@@ -468,6 +471,25 @@ def test_more_offers_than_wait(site: Site, monkeypatch: pytest.MonkeyPatch) -> N
     keys = fill(writer, range(12))
     store = site.store(url=url)
     until(lambda: all(key in store.contents for key in keys), "all were offered in the end")
+
+
+class FullQueue(SimpleQueue[Any]):
+    """A queue that is always said to be full; its reader may wait at that moment."""
+
+    def qsize(self) -> int:
+        return MAX_QUEUED
+
+
+def test_offers_that_find_the_queue_full(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wake the thread; and a withdrawal is sent whatever waits before it."""
+    monkeypatch.setattr(offers_module, "SimpleQueue", FullQueue)
+    store = site.store()
+    writer = site.client(stores=[store.url])
+    for number in range(3):
+        [key] = fill(writer, range(number, number + 1))
+        until(partial(store.contents.__contains__, key), "it was offered")
+    writer.withdraw(key)
+    until(lambda: key not in store.contents, "the store has heard of the withdrawal")
 
 
 def test_close_waits_for_the_stores(site: Site) -> None:
