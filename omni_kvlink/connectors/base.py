@@ -16,7 +16,7 @@ from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLO
 from omni_kvlink.connectors.protocol.path import REQUIREMENTS
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError, UnavailableError
 from omni_kvlink.payload.format import MAX_HEADER
-from omni_kvlink.payload.manifest import LayoutCache
+from omni_kvlink.payload.layout_cache import LayoutCache
 from omni_kvlink.settings import (
     Choice,
     Choices,

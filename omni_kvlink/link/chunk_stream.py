@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.manifest import LayoutCache
+    from omni_kvlink.payload.layout_cache import LayoutCache
 
 AHEAD = 4
 """Chunks that a reader has requested: each is on its way as soon as it is appended."""

@@ -28,7 +28,7 @@ from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, targets_of
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.kv_checks import check_reason
-from omni_kvlink.payload.manifest import KnownHeader
+from omni_kvlink.payload.layout_cache import KnownHeader
 from omni_kvlink.payload.safetensors_file import write_payload
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_memory import open_copy, payload_views
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.append_stream import StreamPosition
     from omni_kvlink.payload.chunk_requests import RequestSizes
-    from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.payload.layout_cache import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.tensor_data import TensorTransferData
 
 Verify: TypeAlias = Literal["auto", "full", "off"]

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.payload.layout_cache import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
 LayerKey: TypeAlias = tuple[str, int]

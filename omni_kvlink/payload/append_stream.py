@@ -25,7 +25,8 @@ from omni_kvlink.payload.views import check_view
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import PackedRequests, RequestSizes
-    from omni_kvlink.payload.manifest import Layout, LayoutCache, Manifest, TensorSpec
+    from omni_kvlink.payload.layout_cache import LayoutCache
+    from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
 _POSITION = struct.Struct("<Q16s")

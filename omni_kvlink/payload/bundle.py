@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest
+    from omni_kvlink.payload.layout_cache import KnownHeader
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
 

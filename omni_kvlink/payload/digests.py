@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
+    from omni_kvlink.payload.layout_cache import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 
 class ChunkDigest:

@@ -9,7 +9,8 @@ from omni_kvlink.errors import IntegrityError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import open_known, open_payload
 from omni_kvlink.payload.digests import verify as verify_digests
-from omni_kvlink.payload.manifest import KnownHeader, is_simple, quote_id
+from omni_kvlink.payload.layout_cache import KnownHeader
+from omni_kvlink.payload.manifest import is_simple, quote_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, Layout, LayoutCache
+    from omni_kvlink.payload.layout_cache import KnownHeader, LayoutCache
+    from omni_kvlink.payload.manifest import Layout
 
 Reserve = tuple[str, str, tuple[int, ...]]
 """Name, dtype code and shape of a tensor that a payload is to have."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest
+    from omni_kvlink.payload.layout_cache import KnownHeader
+    from omni_kvlink.payload.manifest import Manifest
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, LayoutCache, Manifest, TensorSpec
+    from omni_kvlink.payload.layout_cache import KnownHeader, LayoutCache
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 Where: TypeAlias = "str | Callable[[], str]"
 """Names a tensor in an error, or returns its name."""

@@ -19,7 +19,8 @@ from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
-from omni_kvlink.payload.manifest import MAX_SMALL, Layout, LayoutCache, Manifest
+from omni_kvlink.payload.layout_cache import LayoutCache
+from omni_kvlink.payload.manifest import MAX_SMALL, Layout, Manifest
 from support.payloads import strategies
 from support.payloads.headers import sealed
 from support.payloads.random_caches import cache, empty

@@ -15,7 +15,8 @@ from omni_kvlink.errors import WireError
 from omni_kvlink.link import Received
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import tensor_memory
-from omni_kvlink.payload.manifest import LayoutCache, Manifest
+from omni_kvlink.payload.layout_cache import LayoutCache
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.tensor_memory import open_copy
 from support.payloads.small_payloads import MAKERS, bytes_of, metadata_alone, tensors
 

@@ -9,7 +9,8 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, SameAs, TensorTransferData, WireError
 from omni_kvlink._native import host
-from omni_kvlink.payload.manifest import KnownHeader, LayoutCache, Manifest
+from omni_kvlink.payload.layout_cache import KnownHeader, LayoutCache
+from omni_kvlink.payload.manifest import Manifest
 from support.payloads.random_caches import cache
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.memory.arena import MakeArena
-    from omni_kvlink.payload.manifest import LayoutCache
+    from omni_kvlink.payload.layout_cache import LayoutCache
 
 
 class AllocationWaiter(Protocol):

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from omni_kvlink.connectors.protocol.messages import Outcome, shorten
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError, TransferFailed, WireError
 from omni_kvlink.memory.region import LOST, Finalizer, Region
-from omni_kvlink.payload.manifest import KnownHeader, header_bytes
+from omni_kvlink.payload.layout_cache import KnownHeader
+from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.protocol.progress import Progress
-    from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.payload.layout_cache import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest
 
 T = TypeVar("T")
 

@@ -28,7 +28,8 @@ from omni_kvlink.errors import CapacityError, IntegrityError, SchemaError, WireE
 from omni_kvlink.lowlevel import begin_get, open_stream
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import header as headers
-from omni_kvlink.payload.manifest import LayoutCache, Manifest
+from omni_kvlink.payload.layout_cache import LayoutCache
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.system.waits import Answer, LazyEvent
 from omni_kvlink.testing.caches import Recipe

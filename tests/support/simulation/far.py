@@ -33,7 +33,8 @@ from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.memory.region import CallAtEnd, Region
-from omni_kvlink.payload.manifest import LayoutCache, Manifest
+from omni_kvlink.payload.layout_cache import LayoutCache
+from omni_kvlink.payload.manifest import Manifest
 from support.simulation.growing_payloads import chunk_payload, end_payload, head_plan
 from support.simulation.kept import Question, outcome_of
 from support.simulation.lanes import SimLanes

@@ -14,7 +14,7 @@ from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest, Strea
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.consumer import ReceivedChunk
-from omni_kvlink.payload.manifest import LayoutCache
+from omni_kvlink.payload.layout_cache import LayoutCache
 from support.simulation.far import FarConsumer
 from support.simulation.growing_parties import PATIENCE
 from support.simulation.growing_payloads import rows_of
