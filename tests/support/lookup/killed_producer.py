@@ -17,9 +17,9 @@ def main() -> None:
         print("serving", flush=True)
         peer = KVLink.connect(theirs, timeout=60, directory=sockets)
         if side == "producer":
-            store = PrefixStore(1 << 20)
+            store = PrefixStore(link)
             insert(store, TOKENS, states=1)
-            with LookupProducer(store, link, [peer], model="m"):
+            with LookupProducer(store, [peer], model="m"):
                 print("ready", flush=True)
                 sys.stdin.readline()
             return
