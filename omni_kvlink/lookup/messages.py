@@ -67,8 +67,8 @@ class Found(msgspec.Struct, frozen=True):
 
     @property
     def is_part(self) -> bool:
-        """Whether the entry has more tokens."""
-        return 0 < self.tokens < self.stored
+        """Whether the entry has more tokens than these and the last one, which is computed."""
+        return 0 < self.tokens < self.stored - 1
 
     def check(self, requested: int) -> None:
         """Raise SchemaError if this is no answer to a question about so many tokens."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from omni_kvlink import (
     BlockTable,
     CapacityError,
+    ClosedError,
     KVLink,
     KVProducer,
     PagedTensor,
@@ -224,7 +225,7 @@ def test_what_is_on_lease_stays(store: PrefixStore) -> None:
     with pytest.raises(CapacityError):
         insert(store, range(QUOTA // ROW))  # never fits
     assert store.stats()["prompts"] == 3  # and nothing was evicted for it
-    with pytest.raises(RuntimeError, match="released"):
+    with pytest.raises(ClosedError, match="was released"):
         lease.keys  # noqa: B018 (a property that raises)
 
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from omni_kvlink import KVLink
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
-from support.lookup.prompts import insert
+from omni_kvlink.payload.views import dense
+from support.lookup.prompts import insert, kv
 
 TOKENS = list(range(50))
+
+
+def read_twice(lookup: LookupConsumer) -> None:
+    """Print what a match is, and later whether its ninth token was overwritten."""
+    prompt = [*TOKENS[:40], 7, 7]
+    with lookup.select(prompt, timeout=60) as match:
+        key = dense(match.keys[0])
+        print(match.tokens, torch.equal(key, kv(TOKENS[:40])[0][0]), flush=True)
+        sys.stdin.readline()
+        print(bool((key[8] == 77.0).all()), flush=True)
 
 
 def main() -> None:
@@ -24,6 +37,9 @@ def main() -> None:
                 sys.stdin.readline()
             return
         with LookupConsumer(link, [peer], model="m") as lookup:
+            if side == "reader":
+                read_twice(lookup)
+                return
             match = lookup.select(TOKENS, timeout=60)
             print(match.tokens, flush=True)
             sys.stdin.readline()
