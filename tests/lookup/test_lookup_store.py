@@ -229,6 +229,14 @@ def test_what_is_on_lease_stays(store: PrefixStore) -> None:
         lease.keys  # noqa: B018 (a property that raises)
 
 
+def test_many_releases_before_inserts(store: PrefixStore) -> None:
+    """What was released can be evicted by the next insert, which waits for nothing."""
+    for first in range(10000, 10020):
+        tokens = range(first, first + 3 * LONG)  # one fills the memory
+        insert(store, tokens)
+        assert has(store, tokens)
+
+
 def test_a_view_keeps_its_memory(store: PrefixStore) -> None:
     """Beyond the release of its match: what a caller keeps is not written over."""
     insert(store, long(10000))
