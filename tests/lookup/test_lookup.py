@@ -634,7 +634,7 @@ def lookup_process(
         finally:
             process.kill()
             # A SIGKILL leaves the name. The FIFO beside it belongs to those who wait for it.
-            for left in ("killed.sock", "killed.sock.lock"):
+            for left in ("killed", "killed.sock", "killed.sock.lock"):
                 (Path(sockets) / left).unlink(missing_ok=True)
 
 
