@@ -31,7 +31,7 @@ class LentPayload:
         self,
         transfers: TransferTable,
         lock: threading.Lock,
-        call: Callable[[Callable[[], object]], None],
+        call: Callable[[Callable[[], None]], None],
         transfer: Transfer,
     ):
         self._transfers, self._lock, self._call = transfers, lock, call

@@ -18,7 +18,9 @@ def read_twice(lookup: LookupConsumer) -> None:
     """Print what a match is, and later whether its ninth token was overwritten."""
     prompt = [*TOKENS[:40], 7, 7]
     with lookup.select(prompt, timeout=60) as match:
-        key = dense(match.keys[0])
+        [view, *_] = match.keys
+        assert view is not None
+        key = dense(view)
         print(match.tokens, torch.equal(key, kv(TOKENS[:40])[0][0]), flush=True)
         sys.stdin.readline()
         print(bool((key[8] == 77.0).all()), flush=True)
