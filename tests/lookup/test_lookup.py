@@ -299,21 +299,21 @@ def test_what_was_evicted_meanwhile_is_a_shorter_match(bed: LookupStages, produc
     for store in bed.stores:
         insert(store, range(LONG))
     insert(bed.stores[0], range(LONG + 100), states=1)
-    find, asked = bed.stores[0].find, list[Found]()
+    find, finds = bed.stores[0].find, list[Found]()
 
     def evicting(key: bytes) -> Found:
-        asked.append(find(key))
-        if len(asked) == 1:
+        finds.append(find(key))
+        if len(finds) == 1:
             for first in (10000, 20000, 30000):
                 insert(bed.stores[0], range(first, first + LONG))
             insert(bed.stores[0], [*range(5), 7, 7])
-        return asked[0] if len(asked) == 1 else asked[-1]
+        return finds[-1]
 
     bed.stores[0].find = evicting  # type: ignore[method-assign]
     with lookup.select(range(LONG + 100), timeout=60) as match:
         assert match.tokens == (5 if producers == 1 else LONG)
         assert_right(match, range(LONG + 100))
-    assert asked[0].tokens == LONG + 100
+    assert finds[0].tokens == LONG + 100
     assert bed.links[0].stats()["transfers"]["missed"] == 1
     bed.settle()
 
@@ -322,18 +322,18 @@ def test_what_was_evicted_before_it_was_copied(zmq: LookupStages) -> None:
     """Where a part of an entry is to be fetched, its producer finds it gone itself."""
     lookup = zmq.start(quota=1 << 20)
     insert(zmq.stores[0], range(LONG))
-    find, asked = zmq.stores[0].find, list[Found]()
+    find, finds = zmq.stores[0].find, list[Found]()
 
     def evicting(key: bytes) -> Found:
-        asked.append(find(key))
+        finds.append(find(key))
         for first in (10000, 20000, 30000):
             insert(zmq.stores[0], range(first, first + LONG))
-        return asked[0]
+        return finds[0]
 
     zmq.stores[0].find = evicting  # type: ignore[method-assign]
     with lookup.select(range(20), timeout=60) as match:
         assert (match.tokens, match.data) == (0, None)
-    assert asked[0].tokens == 19
+    assert finds[0].tokens == 19
 
 
 def test_a_match_outlives_what_it_came_from(bed: LookupStages) -> None:
