@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELLO = "lookup/hello"
 TOKENS = "tokens"
 VERSION = 2
-"""Of these messages. Those without one are of version 1, in which each answer was K and V."""
+"""The version of these messages. Those without one are of version 1, in which each answer was K and V."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -54,7 +54,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a producer has of a prompt: the first `tokens` tokens of those that `entry` has.
+    """The part of a prompt that a producer has: the first `tokens` tokens of those that `entry` has.
 
     `entry` is the request id of a kept payload with `stored` tokens. Row `row` of its hidden states
     is that of the prompt's last token; None if that token must be computed.

@@ -267,7 +267,7 @@ def test_a_forgotten_lease_is_loud(store: PrefixStore) -> None:
     for first in (10000, 20000, 30000):
         insert(store, long(first))
     matches = [store.select(long(first)) for first in (10000, 20000, 30000)]
-    # The locks themselves: a finalizer that takes one while it is held here never returns.
+    # store._lock, and the link's: a finalizer that takes one while it is held here never returns.
     end: Any = store.link._end
     with pytest.warns(ResourceWarning, match=f"Match: {LONG - 1} of {LONG}"), store._lock, end.lock:
         del matches
