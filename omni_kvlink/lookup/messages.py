@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELLO = "lookup/hello"
 TOKENS = "tokens"
 VERSION = 2
-"""The version of these messages. Those without one are of version 1, in which each answer was K and V."""
+"""The version of these messages; those without one are of 1, where each answer was K and V."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Natural = Annotated[int, msgspec.Meta(ge=0)]

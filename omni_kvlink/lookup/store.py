@@ -172,7 +172,7 @@ class PrefixStore:
             return False
 
     def find(self, key: bytes) -> Found:
-        """Return what the store has of an encoded prompt; it may be evicted before it is got."""
+        """Return what is here of an encoded prompt; it may be evicted before it is got."""
         with self._lock:
             found, requested = self._find(key), count(key)
             self._counters["tokens_requested"] += requested
@@ -285,7 +285,7 @@ class PrefixStore:
                 self._counters["evicted"] += entry.receipt.state == "evicted"
 
     def _row(self, other: bytes, tokens: int) -> int | None:
-        """Return which of an entry's hidden states is that of the last of its first `tokens` tokens."""
+        """Return the row of the hidden state of an entry's token number `tokens`, from 1."""
         row = tokens - 1 - count(other) + self._entries[other].states
         return row if row >= 0 else None
 

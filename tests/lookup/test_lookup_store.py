@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.lookup import Match
 
+# Reaches into _lock: a test holds it while a match is dropped; _watchers: see once_awaited.
 QUOTA = 1 << 20
 LONG = 1500
 """Tokens of a prompt of which the memory of `small` holds three."""
