@@ -54,7 +54,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The part of a prompt that a producer has: the first `tokens` tokens of those that `entry` has.
+    """The tokens of a prompt that a producer has: the first `tokens` tokens of `entry`.
 
     `entry` is the request id of a kept payload with `stored` tokens. Row `row` of its hidden states
     is that of the prompt's last token; None if that token must be computed.
