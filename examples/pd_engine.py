@@ -133,10 +133,9 @@ class Engine:
 
 def run_producer(engine: Engine, url: str, prompts: list[list[int]], budget: int) -> None:
     """Prefill prompts, and answer queries for their prefixes."""
-    store = PrefixStore(budget)
-    with KVLink.serve(url) as link:
-        peers = connect_peers(link)
-        with LookupProducer(store, link, peers, model=engine.name) as producer:
+    with KVLink.serve(url, quota=budget) as link:
+        peers, store = connect_peers(link), PrefixStore(link)
+        with LookupProducer(store, peers, model=engine.name) as producer:
             for job in jobs():
                 report(prefill(engine, store, prompts[job["prompt"]], job["prompt"]))
             report(producer.stats())
@@ -154,7 +153,6 @@ def prefill(engine: Engine, store: PrefixStore, prompt: list[int], number: int) 
                 [value for value in layers["value_cache"] if value is not None],
                 state.hidden,
                 extra={"pieces": [list(piece) for piece in state.pieces]},
-                copy=False,  # a DynamicCache never writes to tensors that it made
             )
             return {"computed": len(prompt) - match.tokens}
     except BaseException as error:

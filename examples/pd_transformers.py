@@ -189,7 +189,7 @@ def report(args: argparse.Namespace, done: dict[int, Facts], stores: list[Facts]
         f"prompts complete, {len(done) - complete - missed} in part, {missed} missed"
     )
     print(f"  evicted {evicted} prompts from {args.producers} stores of {args.budget:g} MiB")
-    print(f"  moved   {moved:,} bytes in {answers} answers")
+    print(f"  copied  {moved:,} bytes for {answers} answers")
     if ready:
         print(
             f"  first tokens of {len(ready)} prompts that waited for nobody: {alone:.0f} ms alone; "

@@ -325,15 +325,15 @@ def read_lookup(data: bytes) -> None:
         assert lookup.namespace_of(prompt) in (question.namespace, "")
         half = DIGEST_SIZE + tokens.count(prompt) // 2 * tokens.SIZE
         tokens.common(prompt, prompt[:half])
-    lookup.read_answer(payload, 3)
+    lookup.read_found(payload, 3)
 
 
 def lookup_seeds() -> list[bytes]:
     every = (
         lookup.Found(0),
-        lookup.Found(3),
-        lookup.LookupHello("lookup/inbox", "model", namespaces=True),
-        lookup.Question("lookup/answer", 1.0, True),
+        lookup.Found(3, "lookup/entry", 4, 2),
+        lookup.LookupHello("lookup/inbox", "model", lookup.VERSION),
+        lookup.Question("lookup/answer", 1.0, True, True),
         lookup.Question("lookup/answer", 1.0, namespace=digest({"salt": "a"}).hex()),
     )
     prompt = tokens.encode([1, 2, 3], None)[DIGEST_SIZE:]

@@ -361,6 +361,14 @@ class Producer(Connector):
         """
         raise KVLinkError(f"link {self._label} keeps no payloads: put them for a number of readers")
 
+    def lend_kept(self, key: str) -> Delivery | None:
+        """Return a kept payload as a reader in this process has it; None if there is none.
+
+        It is in use until the last view of its region is freed, and a reject fails it for all.
+        KVLinkError if the connector keeps no payloads.
+        """
+        raise KVLinkError(f"link {self._label} keeps no payloads")
+
     def set_backing(self, backing: Backing) -> None:
         """Have gets of what is not in memory ask `backing`, which may put it; see `Backing`.
 

@@ -12,6 +12,7 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from omni_kvlink.connectors.protocol.path import MAPPED
 from omni_kvlink.errors import (
     DuplicateKeyError,
     KVLinkError,
@@ -19,6 +20,7 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
     TransferTimeout,
+    VersionError,
     format_seconds,
 )
 from omni_kvlink.link import (
@@ -33,8 +35,11 @@ from omni_kvlink.link import (
     open_delivery,
 )
 from omni_kvlink.lookup import messages
+from omni_kvlink.lookup.cached_prompt import read_match
 from omni_kvlink.lookup.match import Match
+from omni_kvlink.lookup.messages import Found
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
+from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.settings import Flag
 from omni_kvlink.system.threads import uninterrupted
 from omni_kvlink.system.waits import Deadline
@@ -86,8 +91,13 @@ class _RemoteStore:
         self._sending = threading.RLock()
         self._session = -1
         self._inbox = ""
-        self._reads_namespaces = False
         self._last_question: Receipt | None = None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether this process maps what the producer keeps, and does not fetch it."""
+        path = self.link.stats()["path"]
+        return path is not None and path["transport"] in MAPPED
 
     def send(
         self, question: messages.Question, prompt: bytes, deadline: Deadline
@@ -118,11 +128,6 @@ class _RemoteStore:
                     phase="requested",
                 )
             self._read_hello(deadline)
-            if question.namespace and not self._reads_namespaces:
-                raise SchemaError(
-                    f"{self.link.url} has an omni_kvlink that would ignore the namespace: update "
-                    'it, or select without one (namespace="")'
-                )
             if self._last_question is not None:
                 with contextlib.suppress(TransferFailed):  # that is its own select's error
                     self._last_question.wait(timeout=deadline.seconds_left())
@@ -147,6 +152,8 @@ class _RemoteStore:
             return
         with self.link.get(messages.HELLO, timeout=deadline.seconds_left()) as data:
             hello = messages.read_message(data, messages.LookupHello)
+        if hello.version != messages.VERSION:
+            raise VersionError(f"{self.link.url}: {messages.other_version(hello.version)}")
         if hello.model != self._model:
             raise SchemaError(
                 f"{self.link.url} has K and V of {hello.model!r}; wanted {self._model!r}"
@@ -155,21 +162,20 @@ class _RemoteStore:
             self._questions.fail(self._inbox, "the producer that read this inbox is gone")
             self._last_question = None
         self._session, self._inbox = session, hello.inbox
-        self._reads_namespaces = hello.namespaces
 
 
 class LookupConsumer:
     """`select` from the stores of other processes; thread-safe; a context manager, closing links.
 
-    Of several producers, each is first asked for the number of tokens that it has, and the best one
-    for the bytes. A producer that is gone is left out, with a warning; if no other is left, its
+    Of several producers, each is asked for the number of tokens that it has, and what the best one
+    has is got. A producer that is gone is left out, with a warning; if no other is left, its
     error is raised.
 
     Args:
         link: served here; questions go by it.
         producers: connected to the links that the producers serve; answers come by them.
         model: as the producers were given; another one is refused.
-        verify: "full" checks every byte of an answer against its digest; see `KVConsumer.get`.
+        verify: "full" checks every byte of a match against its digest; see `KVConsumer.get`.
     """
 
     def __init__(
@@ -202,15 +208,17 @@ class LookupConsumer:
     ) -> Match:
         """The longest prefix that any producer has; an empty match if none has any.
 
-        The match's tensors are readonly views of the link's memory, as those of `KVConsumer.get`.
+        The match's tensors are readonly views of the link's memory, as those of `KVConsumer.get`:
+        over shared memory of the producer's own, with nothing copied.
         Arguments are as for `PrefixStore.select`; `timeout` is the seconds for all of it.
 
         Raises:
             TransferTimeout: a producer did not answer, or with `wait` none has all tokens.
             TransferFailed: a producer reported why it cannot answer, or that a prefill failed.
             PeerLostError: every producer is gone.
-            SchemaError: a producer is of another model, or of a version without namespaces; or the
-                namespace is none.
+            IntegrityError: a byte is not the one that was stored; see `verify`.
+            SchemaError: a producer is of another model; or the namespace is none.
+            VersionError: a producer's lookups are of another version.
         """
         deadline = Deadline(timeout)
         Flag().read(wait, "wait")
@@ -219,14 +227,20 @@ class LookupConsumer:
         if not stores:
             raise SchemaError("no producer to ask: add(link)")
         while True:
-            store = self._best(stores, prompt, wait, deadline) if len(stores) > 1 else stores[0]
+            found: Found | None = None
+            store: _RemoteStore | None = stores[0]
+            if len(stores) > 1:
+                store, found = self._best(stores, prompt, wait, deadline)
             if store is None:
                 return Match(count(prompt))
             try:
-                return self._fetch(store, prompt, wait, deadline)
+                match = self._fetch(store, found, prompt, wait, deadline)
             except PeerLostError as error:
                 if not self._exclude(store, stores, error):
                     raise
+            else:
+                if match is not None:
+                    return match
 
     def stats(self) -> dict[str, Any]:
         """The stats of each producer's link, by its URL."""
@@ -247,51 +261,63 @@ class LookupConsumer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _fetch(self, store: _RemoteStore, prompt: bytes, wait: bool, deadline: Deadline) -> Match:
-        """K and V from one producer; fewer tokens than it reported if some were evicted since."""
-        question = _question(prompt, deadline, wait=wait)
-        received = store.send(question, prompt, deadline).receive(deadline, self._verify)
+    def _fetch(
+        self,
+        store: _RemoteStore,
+        found: Found | None,
+        prompt: bytes,
+        wait: bool,
+        deadline: Deadline,
+    ) -> Match | None:
+        """K and V from one producer, of what was `found` there; None if it was evicted since."""
+        requested, is_mapped = count(prompt), store.is_mapped
+        if found is None or (found.is_part and not is_mapped):
+            question = _question(prompt, deadline, wait=wait, copy=not is_mapped)
+            received = store.send(question, prompt, deadline).receive(deadline, self._verify)
+            if isinstance(received.data, KVCacheBundle):
+                return read_match(received, None, requested)
+            with received as data:
+                found = messages.read_found(data, requested)
+        if not found.tokens:
+            return Match(requested)
+        verify: Verify = "off" if self._verify == "off" else "auto"
+        limit = deadline.seconds_left()
         try:
-            data, hidden = messages.read_answer(received.data, count(prompt))
-        except BaseException:
-            received.release_unread()
-            raise
-        if data is None:
-            received.release()
-            return Match(count(prompt))
-        endings = received.release, received.release_unread, received.drop_unread
-        return Match(count(prompt), data, hidden, *endings)
+            received = store.link.get(found.entry, timeout=limit, verify=verify, wait=False)
+        except TransferFailed:  # or a reader found it damaged: the producer has dropped it
+            return None
+        return read_match(received, found, requested, verify=self._verify == "full")
 
     def _best(
         self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: Deadline
-    ) -> _RemoteStore | None:
+    ) -> tuple[_RemoteStore | None, Found]:
         """The store that has most of a prompt, or None; exclude those that are gone."""
         pending: dict[Future[Any], _PendingAnswer] = {}
-        best: tuple[int, _RemoteStore | None] = (0, None)
+        best: tuple[_RemoteStore | None, Found] = None, Found(0)
         try:
             for store in list(stores):
                 try:
-                    question = _question(prompt, deadline, wait=wait, probe=True)
-                    answer = store.send(question, prompt, deadline)
+                    answer = store.send(_question(prompt, deadline, wait=wait), prompt, deadline)
                     pending[answer.get.future] = answer
                 except PeerLostError as error:  # noqa: PERF203 - of each store
                     if not self._exclude(store, stores, error):
                         raise
-            while pending and best[0] < count(prompt) and not (wait and best[1]):
+            while pending and best[1].tokens < count(prompt) and not (wait and best[0]):
                 for future in _first_done(pending, deadline):
                     answer = pending.pop(future)
                     try:
                         with answer.receive(deadline, "auto") as data:
-                            tokens = messages.read_message(data, messages.Found).tokens
+                            found = messages.read_found(data, count(prompt))
                     except PeerLostError as error:
                         if not self._exclude(answer.store, stores, error):
                             raise
                     else:
-                        best = max(best, (tokens, answer.store), key=lambda pair: pair[0])
+                        if found.tokens > best[1].tokens:
+                            best = answer.store, found
         finally:
             for answer in pending.values():
                 answer.get.cancel()
-        return best[1]
+        return best
 
     def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> bool:
         """Remove a store from those of this `select`; return whether one is left.
@@ -313,10 +339,11 @@ class LookupConsumer:
 
 
 def _question(
-    prompt: bytes, deadline: Deadline, *, wait: bool, probe: bool = False
+    prompt: bytes, deadline: Deadline, *, wait: bool, copy: bool = False
 ) -> messages.Question:
     key, namespace = f"lookup/{uuid.uuid4().hex}", messages.namespace_of(prompt)
-    return messages.Question(key, deadline.seconds_left(), wait, probe, namespace)
+    seconds = deadline.seconds_left()
+    return messages.Question(key, seconds, wait, copy, namespace, messages.VERSION)
 
 
 def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: Deadline) -> set[Future[Any]]:

@@ -10,8 +10,7 @@ import torch
 from omni_kvlink.link import ReadBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from omni_kvlink.link import Received
     from omni_kvlink.payload.schema import KVCacheTransferData
     from omni_kvlink.payload.views import TensorView
 
@@ -30,19 +29,16 @@ class Match(ReadBlock):
         requested: int,
         data: KVCacheTransferData | None = None,
         hidden: torch.Tensor | None = None,
-        release: Callable[[], None] | None = None,
-        release_unread: Callable[[], None] | None = None,
-        drop: Callable[[], None] | None = None,
+        received: Received | None = None,
     ):
         self.requested, self.data, self.hidden = requested, data, hidden
         self.tokens = 0 if data is None else data.metadata.seq_len
-        self._release, self._release_unread = release, release_unread or release
-        self._drop = drop or release  # for the finalizer: it takes no lock
+        self._received = received
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing has to be computed."""
-        return self.hidden is not None
+        return self.tokens == self.requested
 
     @property
     def roi(self) -> torch.Tensor:
@@ -61,24 +57,30 @@ class Match(ReadBlock):
 
     def release(self) -> None:
         """Release the lease; tensors kept elsewhere stay valid. A second call does nothing."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        if (received := self._close()) is not None:
+            received.release()
 
     def release_unread(self) -> None:
         """Release the lease of a match that was not used; the answer's receipt says so."""
-        if self._release is not None:
-            self._release = self._release_unread
-            self.release()
+        if (received := self._close()) is not None:
+            received.release_unread()
+
+    def _close(self) -> Received | None:
+        """Drop the tensors; return what is to be released, the first time."""
+        received, self._received = self._received, None
+        if received is not None and self.data is not None:
+            self.data.close()
+            self.hidden = None
+        return received
 
     def __enter__(self) -> Match:
         return self
 
     def __del__(self) -> None:
-        if getattr(self, "_release", None) is not None:
+        if getattr(self, "_received", None) is not None:
             warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2)
-            self._release = self._drop
-            self.release()
+            if (received := self._close()) is not None:
+                received.drop_unread()  # it takes no lock
 
     def __repr__(self) -> str:
         return f"<Match: {self.tokens} of {self.requested} tokens{', hidden' * self.is_complete}>"

@@ -2,7 +2,8 @@
 
 A producer puts its `LookupHello` into its own link, for every consumer. A consumer puts a
 `Question` into its own link, under the key that the hello names; the answer comes by the producer's
-link, under the key that the question names.
+link, under the key that the question names. It is a `Found`, which names the kept payload that the
+consumer then gets; or it is K and V themselves, as a payload of `cached_prompt`.
 """
 
 from __future__ import annotations
@@ -14,51 +15,65 @@ import torch
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lookup.tokens import DIGEST_SIZE, NO_NAMESPACE, SIZE
-from omni_kvlink.payload.bundle import KVCacheBundle
-from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:
     from omni_kvlink.link import Payload
-    from omni_kvlink.lookup.match import Match
-    from omni_kvlink.payload.bundle import BundleBranch
 
 HELLO = "lookup/hello"
-KV, HIDDEN, TOKENS = "kv", "hidden", "tokens"
+TOKENS = "tokens"
+VERSION = 2
+"""The version of these messages; those without one are of 1, where each answer was K and V."""
 
 T = TypeVar("T", bound=msgspec.Struct)
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class LookupHello(msgspec.Struct, frozen=True):
-    """A producer's introduction: the key of questions to it, and what made its K and V.
-
-    `namespaces`: it reads a question's namespace; one of an earlier version would ignore it.
-    """
+    """A producer's introduction: the key of questions to it, and what made its K and V."""
 
     inbox: str
     model: str
-    namespaces: bool = False
+    version: int = 1
 
 
 class Question(msgspec.Struct, frozen=True):
     """A `select` of another process, which waits `timeout` seconds for the key `answer`.
 
-    With `wait`, the answer comes only once all tokens are in the store; with `probe`, it is the
-    number of tokens without their K and V. `namespace` is the hexadecimal digest of the prompt's
-    namespace, "" for none.
+    With `wait`, the answer comes only once all tokens are in the store. With `copy`, it is K and V
+    if they are a part of a longer entry: the consumer would fetch all of it, and not map it.
+    `namespace` is the hexadecimal digest of the prompt's namespace, "" for none.
     """
 
     answer: str
     timeout: float
     wait: bool = False
-    probe: bool = False
+    copy: bool = False
     namespace: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    version: int = 1
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The answer to a probe."""
+    """The tokens of a prompt that a producer has: the first `tokens` tokens of `entry`.
 
-    tokens: int
+    `entry` is the request id of a kept payload with `stored` tokens. Row `row` of its hidden states
+    is that of the prompt's last token; None if that token must be computed.
+    """
+
+    tokens: Natural
+    entry: str = ""
+    stored: Natural = 0
+    row: Natural | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the entry has more tokens than these and the last one, which is computed."""
+        return 0 < self.tokens < self.stored - 1
+
+    def check(self, requested: int) -> None:
+        """Raise SchemaError if this is no answer to a question about so many tokens."""
+        if self.tokens > requested or (self.tokens == requested) != (self.row is not None):
+            raise SchemaError(f"{self} for a question about {requested} tokens")
 
 
 def message_payload(key: str, message: msgspec.Struct, prompt: bytes = b"") -> TensorTransferData:
@@ -73,16 +88,9 @@ def namespace_of(prompt: bytes) -> str:
     return "" if digest == NO_NAMESPACE else digest.hex()
 
 
-def answer_payload(key: str, match: Match) -> KVCacheBundle | TensorTransferData:
-    """A match to be sent; it shares the match's tensors."""
-    if match.data is None:
-        return message_payload(key, Found(0))
-    cache = match.data
-    branches: dict[str, BundleBranch]
-    branches = {KV: KVCacheTransferData(key, cache.layer_blocks, (), cache.metadata)}
-    if match.hidden is not None:
-        branches[HIDDEN] = TensorTransferData(key, {HIDDEN: match.hidden})
-    return KVCacheBundle(key, branches)
+def other_version(version: int) -> str:
+    """The text of an error about messages of another version."""
+    return f"lookups of version {version}, here they are {VERSION}: install one omni_kvlink on both"
 
 
 def read_message(data: Payload, kind: type[T]) -> T:
@@ -102,17 +110,8 @@ def read_prompt(data: Payload, question: Question) -> bytes:
     return digest + bytes(tokens.flatten().tolist())
 
 
-def read_answer(
-    data: Payload, requested: int
-) -> tuple[KVCacheTransferData | None, torch.Tensor | None]:
-    """K and V, and the hidden state, of an answer; SchemaError if more than `requested` tokens."""
-    if isinstance(data, TensorTransferData) and read_message(data, Found).tokens == 0:
-        return None, None
-    kv = data.branches.get(KV) if isinstance(data, KVCacheBundle) else None
-    if not isinstance(data, KVCacheBundle) or not isinstance(kv, KVCacheTransferData):
-        raise SchemaError(f"payload {data.request_id!r} is no answer")
-    hidden, tokens = data.tensor_data.get(HIDDEN), kv.metadata.seq_len
-    state = None if hidden is None else hidden.tree.get(HIDDEN)
-    if tokens > requested or (tokens == requested) != isinstance(state, torch.Tensor):
-        raise SchemaError(f"{tokens} tokens for a question about {requested}, hidden: {hidden!r}")
-    return kv, state if isinstance(state, torch.Tensor) else None
+def read_found(data: Payload, requested: int) -> Found:
+    """The `Found` about `requested` tokens in a payload; SchemaError if it is none."""
+    found = read_message(data, Found)
+    found.check(requested)
+    return found

@@ -16,15 +16,18 @@ from omni_kvlink.errors import (
     KVLinkError,
     PeerLostError,
     SchemaError,
+    VersionError,
 )
-from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer
+from omni_kvlink.link import MAX_TIMEOUT, KVConsumer
 from omni_kvlink.lookup import messages
+from omni_kvlink.lookup.cached_prompt import cache_payload
 from omni_kvlink.system import process
 from omni_kvlink.system.threads import start_thread, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from omni_kvlink.link import Payload
     from omni_kvlink.lookup.store import PrefixStore
 
 UNLIMITED_READERS = 2**31 - 1
@@ -49,11 +52,12 @@ class LookupProducer:
     """Lets other processes select from a store; a context manager that closes its links.
 
     One thread listens to each consumer, one answers; all of them sleep until something arrives. An
-    answer is copied once, from the store into the link's memory, and only the tokens that match.
+    answer names what the store keeps, which consumers map, or fetch. Only the answer to one that
+    would fetch more tokens than match is a copy: of those that do.
 
     Args:
-        store: filled by the prefill; K and V stay in it until they are evicted.
-        link: served here; answers go by it.
+        store: filled by the prefill; K and V stay in it until they are evicted. Answers go by its
+            link, which is closed with this producer.
         consumers: connected to the links that the consumers serve; their questions come by them.
         model: names what made the K and V: weights, dtype, and all else that decides their bytes.
     """
@@ -61,12 +65,11 @@ class LookupProducer:
     def __init__(
         self,
         store: PrefixStore,
-        link: KVProducer,
         consumers: Iterable[KVConsumer] = (),
         *,
         model: str,
     ):
-        self._store, self._link = store, link
+        self._store, self._link = store, store.link
         self._inbox = f"lookup/{uuid.uuid4().hex}"
         self._queue: SimpleQueue[_OpenQuestion | None] = SimpleQueue()
         self._waiting: list[_OpenQuestion] = []
@@ -76,9 +79,9 @@ class LookupProducer:
         self._is_closing = threading.Event()
         self.answered, self.nbytes, self.ignored = 0, 0, 0
         self._recheck = partial(self._queue.put, _RECHECK)
-        hello = messages.LookupHello(self._inbox, model, namespaces=True)
+        hello = messages.LookupHello(self._inbox, model, messages.VERSION)
         payload = messages.message_payload(messages.HELLO, hello)
-        link.put(payload, readers=UNLIMITED_READERS, ttl=MAX_TIMEOUT)
+        self._link.put(payload, readers=UNLIMITED_READERS, ttl=MAX_TIMEOUT)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         start_thread(self._threads[0])
         store.watch(self._recheck)
@@ -96,13 +99,13 @@ class LookupProducer:
         self._threads.append(thread)
 
     def stats(self) -> dict[str, int]:
-        """The store's numbers; `answered` questions, `nbytes` sent, `ignored` messages."""
+        """The store's numbers; `answered` questions, `ignored` messages; `nbytes` of copies."""
         self._process.check("this LookupProducer")
         counters = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
         return {**self._store.stats(), **counters}
 
     def __repr__(self) -> str:
-        return f"<LookupProducer of {self._store!r} at {self._link.url}>"
+        return f"<LookupProducer of {self._store!r}>"
 
     def close(self) -> None:
         """Close all links; a consumer that waits for an answer raises PeerLostError."""
@@ -159,6 +162,8 @@ class LookupProducer:
     def _try_answer(self, request: _OpenQuestion) -> None:
         """Answer a question, or keep it waiting; a failure is reported to the consumer."""
         try:
+            if request.question.version != messages.VERSION:
+                raise VersionError(messages.other_version(request.question.version))
             if request.question.wait and not self._store.covers(request.prompt):
                 self._waiting.append(request)
             else:
@@ -170,16 +175,22 @@ class LookupProducer:
                 self._link.fail(request.question.answer, str(error))
 
     def _answer(self, request: _OpenQuestion) -> None:
-        key = request.question.answer
-        if request.question.probe:
-            reply = messages.Found(self._store.longest(request.prompt))
-            self._link.put(messages.message_payload(key, reply), ttl=TTL, timeout=0.0)
-            return
-        with self._store.lease(request.prompt) as match:
-            payload = messages.answer_payload(key, match)
-            receipt = self._link.put(payload, ttl=TTL, timeout=0.0)
+        key, found = request.question.answer, self._store.find(request.prompt)
+        if request.question.copy and found.is_part:
+            self._answer_by_copy(key, request.prompt, found)
+        else:
+            self._link.put(messages.message_payload(key, found), ttl=TTL, timeout=0.0)
         self.answered += 1
-        self.nbytes += receipt.ledger.nbytes
+
+    def _answer_by_copy(self, key: str, prompt: bytes, found: messages.Found) -> None:
+        """Put the tokens that match, as a payload of their own, each byte checked."""
+        with self._store.lease(prompt, found, verify=True) as match:
+            if match.data is None:  # it was evicted since
+                payload: Payload = messages.message_payload(key, messages.Found(0))
+            else:
+                payload = cache_payload(key, match.data, match.hidden)
+                self.nbytes += sum(view.nbytes for view in payload.tensors())
+            self._link.put(payload, ttl=TTL, timeout=0.0)
 
 
 _RECHECK = _OpenQuestion(messages.Question("", 0.0), b"", 0.0)

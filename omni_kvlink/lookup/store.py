@@ -1,79 +1,74 @@
-"""`PrefixStore`: K and V of many prompts within a budget, found by their longest common prefix."""
+"""`PrefixStore`: K and V of many prompts in a link's memory, found by their longest prefix."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import threading
 import time
+import uuid
 from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from omni_kvlink.copier import TorchCopier
-from omni_kvlink.errors import (
-    CapacityError,
-    SchemaError,
-    TransferFailed,
-    TransferTimeout,
-    format_seconds,
-)
-from omni_kvlink.link import check_timeout
+from omni_kvlink.errors import SchemaError, TransferFailed, TransferTimeout, format_seconds
+from omni_kvlink.link import check_timeout, open_kept
+from omni_kvlink.lookup.cached_prompt import cache_payload, metadata, read_match
 from omni_kvlink.lookup.match import Match
+from omni_kvlink.lookup.messages import Found
 from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
 from omni_kvlink.payload.kv_checks import check_reason
-from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.settings import Flag
 from omni_kvlink.system.waits import LazyEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
+    from omni_kvlink.connectors.protocol.transfer import Receipt
+    from omni_kvlink.link import KVProducer
     from omni_kvlink.lookup.tokens import Namespace
     from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096
 
 
-@dataclasses.dataclass(eq=False)
-class _Entry:
-    """One prompt's K and V; `hidden` belongs to its last tokens."""
+class _Entry(NamedTuple):
+    """One prompt: the receipt of its kept payload, which has `states` hidden states."""
 
-    key: bytes
-    data: KVCacheTransferData
-    hidden: torch.Tensor | None
-    nbytes: int
-    # One element a match that is on lease, which a finalizer takes without a lock.
-    pins: deque[None] = dataclasses.field(default_factory=deque)
-
-    def hidden_of(self, tokens: int) -> torch.Tensor | None:
-        """The hidden state `[1, dim]` of the last of the first `tokens` tokens, if it is here."""
-        row = -1 if self.hidden is None else tokens - 1 - count(self.key) + len(self.hidden)
-        return None if self.hidden is None or row < 0 else self.hidden[row : row + 1]
+    receipt: Receipt
+    states: int
+    form: str
 
 
 class PrefixStore:
-    """A buffer of K and V by token prefix, of `budget` bytes with hidden states; thread-safe.
+    """K and V by token prefix, as kept payloads of a link; thread-safe.
 
-    The least recently used prompts are evicted for new ones, except those on lease. The position of
-    a token is its index. Prompts match inside one namespace only.
+    The link's `quota` is what the store may have. The least recently used prompts are evicted for
+    new ones, except those that a reader has. The position of a token is its index. Prompts match
+    inside one namespace only.
+
+    Args:
+        link: served here; the store ends with it. Other payloads of the link are in its quota, too.
     """
 
-    def __init__(self, budget: int):
-        self.budget = budget
+    def __init__(self, link: KVProducer):
+        self.link = link
         self._lock = threading.RLock()
         self._index = PrefixIndex()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._entries: dict[bytes, _Entry] = {}
+        # Prompts whose payload has ended, and its request id: filled with the link locked.
+        self._ended: deque[tuple[bytes, str]] = deque()
+        # No two stores have a request id in common, also not those of one process after another.
+        self._prefix, self._numbers = f"lookup/{uuid.uuid4().hex}", itertools.count()
         self._failures: OrderedDict[bytes, str] = OrderedDict()
         self._watchers: list[Callable[[], None]] = []
-        self._used = 0
         self._counters: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        used, prompts = self._used, len(self._entries)
-        return f"<PrefixStore: {prompts} prompts, {used} of {self.budget} bytes>"
+        return f"<PrefixStore at {self.link.url}: {len(self._entries)} prompts>"
 
     def insert(
         self,
@@ -85,9 +80,8 @@ class PrefixStore:
         *,
         namespace: Namespace = "",
         extra: Mapping[str, Any] | None = None,
-        copy: bool = True,
     ) -> None:
-        """Store the K and V of a prompt, and wake the calls that wait for it.
+        """Copy the K and V of a prompt into the link's memory, and wake the calls that wait for it.
 
         If the store holds a prompt that begins with it, that one is kept, and counts as used.
 
@@ -101,33 +95,23 @@ class PrefixStore:
             namespace: text, bytes or a mapping of JSON values that names what K and V depend on
                 besides the tokens, such as an adapter, a salt or media.
             extra: travels with the match's metadata, as JSON values.
-            copy: False if these tensors are not written to any more; the store then keeps them.
 
         Raises:
             SchemaError: the tensors do not fit the tokens, or what the store holds already; or the
                 namespace is none.
-            CapacityError: not enough memory beside the prompts on lease.
+            CapacityError: not enough memory beside the prompts that readers have; it waits for
+                none.
         """
         key = encode(tokens, roi, namespace)
         blocks = {"key_cache": list(keys), "value_cache": list(values)}
-        metadata = _metadata(count(key), len(blocks["key_cache"]), extra)
-        data = KVCacheTransferData("prefix", blocks, (), metadata)
+        about = metadata(count(key), len(blocks["key_cache"]), extra)
+        data = KVCacheTransferData("prefix", blocks, (), about)
         if hidden is not None and (hidden.dim() != 2 or not 1 <= len(hidden) <= count(key)):
             raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{count(key)}, dim]")
-        nbytes = sum(view.nbytes for view in data.tensors())
-        nbytes += 0 if hidden is None else hidden.nbytes
+        form = self._check_alike(data)
+        if not self._use(key, with_hidden=hidden is not None):
+            self._put(key, data, hidden, form)
         with self._lock:
-            self._check_alike(data)
-            if not self._has(key, hidden):
-                self._evict_for(nbytes)
-                if copy:
-                    copies = {name: list(map(_copy, views)) for name, views in blocks.items()}
-                    data = KVCacheTransferData("prefix", copies, (), data.metadata)
-                    hidden = None if hidden is None else hidden.clone()
-                # Other threads read them, whose CUDA streams do not wait for this one's.
-                added = [*data.tensors(), *([] if hidden is None else [hidden])]
-                TorchCopier().record(added).wait()
-                self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
         self._call_watchers()
 
@@ -142,9 +126,10 @@ class PrefixStore:
     ) -> Match:
         """The longest prefix in the store of the tokens that `roi` marks; maybe an empty match.
 
-        With `wait`, it blocks up to `timeout` seconds until the K and V of all of them are here:
-        decode before prefill. The other arguments are as for `insert`. TransferFailed if `fail` was
-        called for this prompt, TransferTimeout if not all tokens were inserted in time.
+        Its tensors are views of the link's memory, which must not be written. With `wait`, it
+        blocks up to `timeout` seconds until the K and V of all of them are here: decode before
+        prefill. The other arguments are as for `insert`. TransferFailed if `fail` was called for
+        this prompt, TransferTimeout if not all tokens were inserted in time.
         """
         deadline = time.monotonic() + check_timeout(timeout)
         Flag().read(wait, "wait")
@@ -155,11 +140,10 @@ class PrefixStore:
             self.watch(changed.set)
             while True:
                 changed.clear()
-                with self._lock:
-                    if self.covers(key):
-                        return self.lease(key)
+                if self.covers(key):
+                    return self.lease(key)
                 if not changed.wait(deadline - time.monotonic()):
-                    here, limit = self._index.longest(key)[0], format_seconds(timeout)
+                    here, limit = self._longest(key)[0], format_seconds(timeout)
                     text = f"K and V of these {count(key)} tokens were not inserted within {limit}"
                     raise TransferTimeout(
                         f"{text}; {here} of them are here", waited=timeout, phase="never announced"
@@ -177,37 +161,39 @@ class PrefixStore:
                 self._failures.popitem(last=False)
         self._call_watchers()
 
-    def longest(self, key: bytes) -> int:
-        """`tokens` of the match that an encoded prompt would have; changes nothing."""
-        with self._lock:
-            return self._find(key)[0]
-
     def covers(self, key: bytes) -> bool:
         """Whether all of an encoded prompt is in the store; TransferFailed after its `fail`."""
         with self._lock:
-            if self._index.longest(key)[0] == count(key):
+            if self._longest(key)[0] == count(key):
                 return True
             if key in self._failures:
                 reason = self._failures[key]
                 raise TransferFailed(f"these tokens were not prefilled: {reason}", reason=reason)
             return False
 
-    def lease(self, key: bytes) -> Match:
-        """`select` of an encoded prompt, without waiting."""
+    def find(self, key: bytes) -> Found:
+        """Return what is here of an encoded prompt; it may be evicted before it is got."""
         with self._lock:
-            tokens, entry, hidden = self._find(key)
-            requested = count(key)
+            found, requested = self._find(key), count(key)
             self._counters["tokens_requested"] += requested
-            self._counters["tokens_found"] += tokens
-            kind = "missed" if not tokens else "partial" if hidden is None else "complete"
+            self._counters["tokens_found"] += found.tokens
+            kind = "missed" if not found.tokens else "partial" if found.row is None else "complete"
             self._counters[kind] += 1
-            if entry is None or not tokens:
-                return Match(requested)
-            self._entries.move_to_end(entry.key)
-            entry.pins.append(None)
-            metadata = _metadata(tokens, entry.data.metadata.num_layers, entry.data.metadata.extra)
-            data = entry.data.first_tokens(tokens, metadata)
-            return Match(requested, data, hidden, entry.pins.pop)
+        return found
+
+    def lease(self, key: bytes, found: Found | None = None, *, verify: bool = False) -> Match:
+        """`select` of an encoded prompt, without waiting; of what was `found`, if that is kept yet.
+
+        With `verify`, every byte was compared with its digest; IntegrityError if one is wrong.
+        """
+        found, requested = found or self.find(key), count(key)
+        while found.tokens:
+            received = open_kept(self.link, found.entry)
+            if received is not None:
+                return read_match(received, found, requested, verify=verify)
+            with self._lock:  # it was evicted since
+                found = self._find(key)
+        return Match(requested)
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call this after every insert and failure, in the thread that made it."""
@@ -220,12 +206,14 @@ class PrefixStore:
             self._watchers.remove(watcher)
 
     def stats(self) -> dict[str, int]:
-        """Bytes and prompts now; selects by their result, evictions and tokens since the start."""
+        """Prompts now; questions and selects by their result, evictions and tokens since the start.
+
+        The link's `stats()` has the bytes.
+        """
         with self._lock:
+            self._forget_ended()
             names = ("complete", "partial", "missed", "evicted", "tokens_requested", "tokens_found")
-            counted = {name: self._counters[name] for name in names}
-            now = {"budget": self.budget, "used": self._used, "pinned": self._pinned()}
-            return {**now, "prompts": len(self._entries), **counted}
+            return {"prompts": len(self._entries), **{name: self._counters[name] for name in names}}
 
     def _call_watchers(self) -> None:
         with self._lock:
@@ -233,75 +221,81 @@ class PrefixStore:
         for watcher in watchers:
             watcher()
 
+    def _check_alike(self, data: KVCacheTransferData) -> str:
+        """Layers, shapes and dtype; SchemaError if they differ from those of the other entries."""
+        new = (
+            f"{data.metadata.num_layers} layers of {data.metadata.dtype} "
+            f"[tokens, *{tuple(data.tensors()[0].shape[1:])}]"
+        )
+        with self._lock:
+            self._forget_ended()
+            entry = next(iter(self._entries.values()), None)
+        if entry is not None and entry.form != new:
+            raise SchemaError(f"{new}; the store holds {entry.form}")
+        return new
+
+    def _use(self, key: bytes, *, with_hidden: bool) -> bool:
+        """Whether an entry holds all that a new one would; it then counts as used."""
+        with self._lock:
+            tokens, other = self._longest(key)
+            if tokens < count(key) or (with_hidden and self._row(other, tokens) is None):
+                return False
+            request_id = self._entries[other].receipt.key
+        received = open_kept(self.link, request_id)
+        if received is not None:
+            received.release()
+        return received is not None
+
+    def _put(
+        self, key: bytes, data: KVCacheTransferData, hidden: torch.Tensor | None, form: str
+    ) -> None:
+        """Keep a payload of a prompt, instead of one with fewer hidden states."""
+        request_id = f"{self._prefix}/{next(self._numbers)}"
+        payload = cache_payload(request_id, data, hidden)
+        receipt = self.link.put(payload, readers=None, timeout=0.0, digests=True)
+        new = _Entry(receipt, 0 if hidden is None else len(hidden), form)
+        with self._lock:
+            self._forget_ended()
+            spare = self._entries.get(key)
+            if spare is None:
+                self._index.add(key)
+            elif spare.states > new.states:  # another thread was faster
+                new, spare = spare, new
+            self._entries[key] = new
+            receipt.add_done_callback(partial(self._ended.append, (key, request_id)))
+        if spare is not None:
+            self.link.withdraw(spare.receipt.key)
+
+    def _longest(self, key: bytes) -> tuple[int, bytes]:
+        """The number of tokens that are here, and an entry that has them."""
+        with self._lock:
+            self._forget_ended()
+            return self._index.longest(key)
+
     # The methods below are called with the lock held.
 
-    def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
-        """The number of tokens not to be computed, their entry, and the last hidden state."""
-        tokens, other = self._index.longest(key)
+    def _forget_ended(self) -> None:
+        """Forget the prompts whose payloads were evicted, or have failed."""
+        while self._ended:
+            key, request_id = self._ended.popleft()
+            entry = self._entries.get(key)
+            if entry is not None and entry.receipt.key == request_id:
+                del self._entries[key]
+                self._index.remove(key)
+                self._counters["evicted"] += entry.receipt.state == "evicted"
+
+    def _row(self, other: bytes, tokens: int) -> int | None:
+        """Return the row of the hidden state of an entry's token number `tokens`, from 1."""
+        row = tokens - 1 - count(other) + self._entries[other].states
+        return row if row >= 0 else None
+
+    def _find(self, key: bytes) -> Found:
+        tokens, other = self._longest(key)
         if not tokens:
-            return 0, None, None
-        entry = self._entries[other]
-        hidden = entry.hidden_of(tokens) if tokens == count(key) else None
-        if hidden is None:
+            return Found(0)
+        row = self._row(other, tokens) if tokens == count(key) else None
+        if row is None:
             tokens = min(tokens, count(key) - 1)
-        return tokens, entry, hidden
-
-    def _has(self, key: bytes, hidden: torch.Tensor | None) -> bool:
-        """Whether an entry holds all that a new one would; it then counts as used."""
-        tokens, other = self._index.longest(key)
-        if tokens < count(key) or (
-            hidden is not None and self._entries[other].hidden_of(tokens) is None
-        ):
-            return False
-        self._entries.move_to_end(other)
-        return True
-
-    def _check_alike(self, data: KVCacheTransferData) -> None:
-        """Raise SchemaError if layers, shapes or dtype differ from those of the other entries."""
-        entry = next(iter(self._entries.values()), None)
-        if entry is None:
-            return
-        new, stored = (
-            f"{cache.metadata.num_layers} layers of {cache.metadata.dtype} "
-            f"[tokens, *{tuple(cache.tensors()[0].shape[1:])}]"
-            for cache in (data, entry.data)
-        )
-        if new != stored:
-            raise SchemaError(f"{new}; the store holds {stored}")
-
-    def _pinned(self) -> int:
-        return sum(entry.nbytes for entry in self._entries.values() if entry.pins)
-
-    def _evict_for(self, nbytes: int) -> None:
-        free = self.budget - self._pinned()
-        if nbytes > free:
-            raise CapacityError(
-                f"{nbytes} bytes of K and V; {free} of the {self.budget} are not on lease",
-                requested=nbytes,
-                free=free,
-            )
-        while self._used + nbytes > self.budget:
-            self._remove(next(entry for entry in self._entries.values() if not entry.pins))
-            self._counters["evicted"] += 1
-
-    def _add(self, entry: _Entry) -> None:
-        replaced = self._entries.get(entry.key)  # it has fewer hidden states
-        if replaced is not None:
-            entry.pins = replaced.pins  # its matches end theirs
-            self._remove(replaced)
-        self._entries[entry.key] = entry
-        self._index.add(entry.key)
-        self._used += entry.nbytes
-
-    def _remove(self, entry: _Entry) -> None:
-        del self._entries[entry.key]
-        self._index.remove(entry.key)
-        self._used -= entry.nbytes
-
-
-def _metadata(tokens: int, layers: int, extra: Mapping[str, Any] | None) -> KVMetadata:
-    return KVMetadata((tokens,), (tokens,), layers, extra=dict(extra or {}))
-
-
-def _copy(view: TensorView) -> torch.Tensor:
-    return view.dense() if isinstance(view, PagedTensor) else view.clone()
+        if not tokens:
+            return Found(0)
+        return Found(tokens, self._entries[other].receipt.key, count(other), row)

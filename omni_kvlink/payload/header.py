@@ -62,6 +62,16 @@ class TensorSpec(msgspec.Struct, frozen=True):
         start, stop = (self.start + row * nbytes for row in (rows.start, rows.stop))
         return TensorSpec(self.name, self.dtype, (len(rows), *self.shape[1:]), start, stop)
 
+    def leading(self, rows: int) -> TensorSpec:
+        """The first rows of the tensor, up to the end of the MiB that the last of them is in.
+
+        It has the digests of these bytes, unlike `rows`; its shape is that of the whole tensor.
+        """
+        nbytes = self.nbytes // self.shape[0] * rows
+        chunks = -(-nbytes // DIGEST_CHUNK)
+        stop = min(self.stop, self.start + chunks * DIGEST_CHUNK)
+        return msgspec.structs.replace(self, stop=stop, digest=self.digest[: 8 * chunks])
+
     def where(self) -> str:
         """The name of the tensor in errors: by branch, layer, K or V, or by branch and path."""
         branch, is_path, path = self.name.partition("/")

@@ -173,13 +173,12 @@ def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
 
 
 def test_lookups_in_a_child(sockets: str) -> None:
-    store = PrefixStore(1 << 20)
     questions = KVLink.serve("shm://questions", directory=sockets)
     answers = KVLink.serve("shm://answers", directory=sockets)
     reader = KVLink.connect("shm://questions", timeout=60, directory=sockets)
     link = KVLink.connect("shm://answers", timeout=60, directory=sockets)
     with (
-        LookupProducer(store, answers, [reader], model="m") as producer,
+        LookupProducer(PrefixStore(answers), [reader], model="m") as producer,
         LookupConsumer(questions, [link], model="m") as consumer,
     ):
         assert consumer.select([1, 2, 3], timeout=60).tokens == 0

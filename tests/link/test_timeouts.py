@@ -22,7 +22,7 @@ DATA = Recipe("k", layers=2).make()
 
 def calls(producer: KVProducer, consumer: KVConsumer) -> dict[str, Callable[[float], object]]:
     """Every call that takes a time, as a function of it; none of them waits."""
-    receipt, store = producer.put(DATA, ttl=float("inf")), PrefixStore(1)
+    receipt, store = producer.put(DATA, ttl=float("inf")), PrefixStore(producer)
     aproducer, aconsumer = AsyncKVProducer(producer), AsyncKVConsumer(consumer)
     pending, lookup = begin_get(consumer, "p", timeout=0.0), LookupConsumer(producer, [], model="m")
     url, run = producer.url, asyncio.run

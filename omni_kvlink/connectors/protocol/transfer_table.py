@@ -216,6 +216,14 @@ class TransferTable:
     def lend(self, transfer: Transfer, view: object) -> None:
         """Keep the memory until `on_view_freed`: the caller has a view of it, or it is sent."""
         transfer.views |= {view}
+        if transfer.is_kept:
+            self.kept.lease(transfer)
+
+    def find_kept(self, key: str) -> Transfer | None:
+        """Return the kept payload of a key, if it is complete."""
+        transfer = self._live.get(key)
+        is_here = transfer is not None and transfer.is_kept and transfer.is_committed
+        return transfer if is_here else None
 
     def on_view_freed(self, transfer: Transfer, view: object) -> None:
         """The last reference to a view was dropped."""
@@ -233,8 +241,8 @@ class TransferTable:
 
     def withdraw(self, key: str) -> bool:
         """End a kept payload; False if there is none. Its readers go on, and new ones wait."""
-        transfer = self._live.get(key)
-        if transfer is None or not (transfer.is_kept and transfer.is_committed):
+        transfer = self.find_kept(key)
+        if transfer is None:
             return False
         self._end_kept(transfer, WITHDRAWN)
         return True

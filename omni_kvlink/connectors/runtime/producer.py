@@ -20,6 +20,7 @@ from weakref import WeakMethod
 
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
+from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.inspection import inspected_page
 from omni_kvlink.connectors.protocol.messages import (
@@ -46,6 +47,7 @@ from omni_kvlink.connectors.protocol.transfer import Claim, Ledger, Peer, Receip
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
+from omni_kvlink.connectors.runtime.lent_payload import LentPayload
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.errors import (
     CapacityError,
@@ -505,6 +507,22 @@ class PooledProducer(Producer):
         self._check_open()
         with self.lock:
             return self.transfers.withdraw(key)
+
+    def lend_kept(self, key: str) -> Delivery | None:
+        """Return a kept payload as a reader in this process has it; None if there is none."""
+        self._check_open()
+        with self.lock:
+            transfer = self.transfers.find_kept(key)
+            if transfer is None:
+                return None
+            assert transfer.location is not None
+            region = self.piece(transfer, 0, transfer.location.nbytes)
+            if transfer.inline:
+                region = Region.copy_of(region.view())
+            lease = LentPayload(self.transfers, self.lock, self.loop.call, transfer)
+            delivery = Delivery(key, region, lease)
+            self.transfers.lend(transfer, lease.view)  # last: after an interrupt nothing was lent
+        return delivery
 
     def set_backing(self, backing: Backing) -> None:
         """Have gets of what is not in memory ask `backing`, with `lock` held."""

@@ -41,9 +41,9 @@ class KVTransferProducer:
     """
 
     def __init__(self, config: KVTransferConfig, model: str):
-        self._store = PrefixStore(config.budget)
-        link = KVLink.serve(config.url, **config.options)
-        self._producer = LookupProducer(self._store, link, model=model)
+        options = {**config.options, "quota": config.budget}
+        self._store = PrefixStore(KVLink.serve(config.url, **options))
+        self._producer = LookupProducer(self._store, model=model)
         self._peers = PeerConnections(config, self._producer.listen)
 
     def insert(

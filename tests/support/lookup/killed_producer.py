@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from omni_kvlink import KVLink
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
-from support.lookup.prompts import insert
+from omni_kvlink.payload.views import dense
+from support.lookup.prompts import insert, kv
 
 TOKENS = list(range(50))
+
+
+def read_twice(lookup: LookupConsumer) -> None:
+    """Print what a match is, and later whether its ninth token was overwritten."""
+    prompt = [*TOKENS[:40], 7, 7]
+    with lookup.select(prompt, timeout=60) as match:
+        [view, *_] = match.keys
+        assert view is not None
+        key = dense(view)
+        print(match.tokens, torch.equal(key, kv(TOKENS[:40])[0][0]), flush=True)
+        sys.stdin.readline()
+        print(bool((key[8] == 77.0).all()), flush=True)
 
 
 def main() -> None:
@@ -17,13 +32,16 @@ def main() -> None:
         print("serving", flush=True)
         peer = KVLink.connect(theirs, timeout=60, directory=sockets)
         if side == "producer":
-            store = PrefixStore(1 << 20)
+            store = PrefixStore(link)
             insert(store, TOKENS, states=1)
-            with LookupProducer(store, link, [peer], model="m"):
+            with LookupProducer(store, [peer], model="m"):
                 print("ready", flush=True)
                 sys.stdin.readline()
             return
         with LookupConsumer(link, [peer], model="m") as lookup:
+            if side == "reader":
+                read_twice(lookup)
+                return
             match = lookup.select(TOKENS, timeout=60)
             print(match.tokens, flush=True)
             sys.stdin.readline()

@@ -33,9 +33,9 @@ class Lookups:
     """The producer's side: a store whose prompts the readers look up; a context manager."""
 
     def __init__(self, urls: Mapping[str, str], incarnation: int, options: dict[str, Any]):
-        self._store, self._incarnation, self._options = PrefixStore(BUDGET), incarnation, options
-        answers = KVLink.serve(urls["P"], **options)
-        self._producer = LookupProducer(self._store, answers, model=MODEL)
+        self._incarnation, self._options = incarnation, options
+        self._store = PrefixStore(KVLink.serve(urls["P"], **{**options, "quota": BUDGET}))
+        self._producer = LookupProducer(self._store, model=MODEL)
         readers = [url for peer, url in urls.items() if peer != "P"]
         self._threads = [threading.Thread(target=self._listen, args=(url,)) for url in readers]
         for thread in self._threads:
