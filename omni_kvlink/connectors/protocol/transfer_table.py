@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
+    from omni_kvlink.connectors.protocol.kept_table import Backing
 
 MAX_WAITING = 1 << 16
 """Gets that may wait; then a peer with less than an equal share of them may still add some."""
@@ -274,6 +275,14 @@ class TransferTable:
             return False
         self._end_kept(transfer, EVICTED)
         return True
+
+    def set_backing(self, backing: Backing) -> None:
+        """Have gets of what is not in memory ask `backing`, also those that wait already."""
+        self.kept.backing = backing
+        for key, claims in list(self._waiting.items()):
+            if key not in self._live and backing.request(key):
+                for peer, get_id in claims:
+                    self._send(peer, Status(get_id, LOADING))
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""

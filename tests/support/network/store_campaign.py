@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -27,6 +28,8 @@ STORE, WRITERS, READERS, AUDITOR = "S", ("W0", "W1"), ("A", "B"), "Z"
 VICTIMS = (STORE, STORE, *WRITERS, *READERS)
 """Of whom a fault chooses one."""
 STORE_PEERS = Path(__file__).with_name("store_peers.py")
+OWN_MEMORY = f"memfd:kvlink-{STORE} "
+"""In the name of memory that a store over shared memory keeps payloads in."""
 BATCHES = 150
 """Of each reader."""
 MOST_READ = 4
@@ -57,10 +60,15 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        """Of a process that runs; `mappings` are those of shared memory."""
+        """Of a store that runs; its own payloads' memory, which its budget bounds, is left out."""
         folder = Path("/proc", str(pid))
-        maps = (folder / "maps").read_text().count("memfd:")
-        return cls(len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), maps)
+        mapped = [line for line in (folder / "maps").read_text().splitlines() if "memfd:" in line]
+        opened = list[str]()
+        for path in (folder / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                opened.append(os.readlink(path))
+        others = [sum(OWN_MEMORY not in one for one in found) for found in (opened, mapped)]
+        return cls(others[0], len(os.listdir(folder / "task")), others[1])
 
     def exceeds(self, other: Usage) -> bool:
         """Whether there is more of anything."""
