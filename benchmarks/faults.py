@@ -1,7 +1,8 @@
 """Transfers payloads between processes that meet random faults, and judges every receipt.
 
-    python benchmarks/faults.py [--faults 100] [--seed 0] [--connector NAME …] [--feature NAME …]
-                                [--kind NAME …] [--run SEED] [--logs DIR] [--json FILE]
+    python benchmarks/faults.py [--faults 100] [--seed 0] [--topology NAME …] [--connector NAME …]
+                                [--feature NAME …] [--kind NAME …] [--run SEED] [--logs DIR]
+                                [--json FILE]
 
 The readers of `shm-contained` have PID, IPC and network namespaces of their own, as in containers.
 
@@ -20,8 +21,16 @@ the logs of all processes, also of those that were killed: what a receipt says w
 read by so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung;
 no memory stayed in use; no descriptor, mapping or socket's file was left. Exit status 1 if not.
 
-Each problem is printed with its seed; `--run SEED --connector NAME` repeats that campaign. No disk
-is filled: payloads are in memory that no disk holds. `inproc` has one process: a fault of it is one
+`--topology store` has `kvlink store` with a directory, two writers and two readers of it (over all
+connectors but `shm-contained`) killed, stopped, and cut off over zmq+tcp. Writers put and withdraw
+payloads of each incarnation's own bytes; readers compare all that they get, also what they held
+while its store died. At the end the store is restarted, its writers being gone, and each key is
+read again: what it had taken is bit-equal, or was evicted or withdrawn; each file is whole, each
+miss is counted, and the store has let go of all that its clients had. Its judge is
+`tests/support/network/store_evidence.py`.
+
+Each problem is printed with its seed; `--run SEED --connector NAME --topology NAME` repeats that
+campaign. No disk is filled: payloads of links are in memory that no disk holds. `inproc` has one process: a fault of it is one
 of both sides.
 """
 
