@@ -30,8 +30,8 @@ miss is counted, and the store has let go of all that its clients had. Its judge
 `tests/support/network/store_evidence.py`.
 
 Each problem is printed with its seed; `--run SEED --connector NAME --topology NAME` repeats that
-campaign. No disk is filled: payloads of links are in memory that no disk holds. `inproc` has one process: a fault of it is one
-of both sides.
+campaign. No disk is filled: payloads of links are in memory that no disk holds. `inproc` has one
+process: a fault of it is one of both sides.
 """
 
 from __future__ import annotations
