@@ -240,19 +240,19 @@ def write(incarnation: Incarnation, log: Log) -> None:
 
 
 def read(incarnation: Incarnation, log: Log) -> None:
-    stranger_url = incarnation.lookups["stranger"]
+    other_url = incarnation.lookups["other"]
     rng = random.Random(incarnation.log)
     with (
         client_of(incarnation, IDENTITY, incarnation.url) as client,
-        client_of(incarnation, OTHER, stranger_url) as stranger,
+        client_of(incarnation, OTHER, other_url) as other,
     ):
         reader = Reader(client, incarnation, log)
         for number, batch in groupby(incarnation.tasks, lambda pair: pair[1]):
             keys = [key for key, _ in batch]
             reader.read(keys)
-            if rng.random() < 0.1 and stranger.get_many(keys) != [None] * len(keys):
+            if rng.random() < 0.1 and other.get_many(keys) != [None] * len(keys):
                 log.write(keys[0], "WRONG")
-            log.write("-", "asked", int(number))
+            log.write("-", "batch", int(number))
             time.sleep(PAUSE / 5 * rng.random())
         reader.end()
         wait_for_term(log)
