@@ -240,7 +240,7 @@ ENDS = (
 
 def name_of(result: dict[str, Any]) -> str:
     """The connector of a campaign, and its topology."""
-    return result["connector"] + (", store" if result["topology"] == STORE else "")
+    return f"{result['connector']}{', store' if result['topology'] == STORE else ''}"
 
 
 def by_connector(results: list[dict[str, Any]]) -> str:
