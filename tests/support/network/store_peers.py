@@ -134,7 +134,7 @@ class Writer:
         self._log.write("-", "drained" if is_drained else "LATE", self._owner, evicted)
 
 
-class Reader:
+class KeptReader:
     """Reads batches of keys, and compares each byte that it gets with what was put."""
 
     def __init__(self, client: StoreClient, incarnation: Incarnation, log: Log):
@@ -246,7 +246,7 @@ def read(incarnation: Incarnation, log: Log) -> None:
         client_of(incarnation, IDENTITY, incarnation.url) as client,
         client_of(incarnation, OTHER, other_url) as other,
     ):
-        reader = Reader(client, incarnation, log)
+        reader = KeptReader(client, incarnation, log)
         for number, batch in groupby(incarnation.tasks, lambda pair: pair[1]):
             keys = [key for key, _ in batch]
             reader.read(keys)
@@ -261,7 +261,7 @@ def read(incarnation: Incarnation, log: Log) -> None:
 def audit(incarnation: Incarnation, log: Log) -> None:
     with client_of(incarnation, IDENTITY, incarnation.url) as client:
         assert client.wait_connected(timeout=PATIENCE)
-        reader = Reader(client, incarnation, log)
+        reader = KeptReader(client, incarnation, log)
         for key, _ in incarnation.tasks:
             reader.audit(key)
         if client.stats()["misses"]["damaged"]:
