@@ -31,7 +31,8 @@ sys.path.insert(0, str(TESTS))
 
 from omni_kvlink.bench import machine, report  # noqa: E402
 from omni_kvlink.cli import terminal  # noqa: E402
-from support.network.campaign import PRODUCER, READERS, Campaign, Fault, Forker, address  # noqa: E402
+from support.network.campaign import PRODUCER, READERS, Campaign, address  # noqa: E402
+from support.network.faulty_processes import Fault, Forker  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

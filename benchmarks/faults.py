@@ -1,7 +1,8 @@
 """Transfers payloads between processes that meet random faults, and judges every receipt.
 
-    python benchmarks/faults.py [--faults 100] [--seed 0] [--connector NAME …] [--feature NAME …]
-                                [--kind NAME …] [--run SEED] [--logs DIR] [--json FILE]
+    python benchmarks/faults.py [--faults 100] [--seed 0] [--topology NAME …] [--connector NAME …]
+                                [--feature NAME …] [--kind NAME …] [--run SEED] [--logs DIR]
+                                [--json FILE]
 
 The readers of `shm-contained` have PID, IPC and network namespaces of their own, as in containers.
 
@@ -20,9 +21,17 @@ the logs of all processes, also of those that were killed: what a receipt says w
 read by so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung;
 no memory stayed in use; no descriptor, mapping or socket's file was left. Exit status 1 if not.
 
-Each problem is printed with its seed; `--run SEED --connector NAME` repeats that campaign. No disk
-is filled: payloads are in memory that no disk holds. `inproc` has one process: a fault of it is one
-of both sides.
+`--topology store` has `kvlink store` with a directory, two writers and two readers of it (over all
+connectors but `shm-contained`) killed, stopped, and cut off over zmq+tcp. Writers put and withdraw
+payloads of each incarnation's own bytes; readers compare all that they get, also what they held
+while its store died. At the end the store is restarted, its writers being gone, and each key is
+read again: what it had taken is bit-equal, or was evicted or withdrawn; each file is whole, each
+miss is counted, and the store has let go of all that its clients had. Its judge is
+`tests/support/network/store_evidence.py`.
+
+Each problem is printed with its seed; `--run SEED --connector NAME --topology NAME` repeats that
+campaign. No disk is filled: payloads of links are in memory that no disk holds. `inproc` has one
+process: a fault of it is one of both sides.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -44,24 +53,42 @@ from omni_kvlink import UnavailableError  # noqa: E402
 from omni_kvlink.bench import machine, report  # noqa: E402
 from omni_kvlink.cli import terminal  # noqa: E402
 from omni_kvlink.connectors.registry import backend  # noqa: E402
-from support.network.campaign import (  # noqa: E402
+from support.network.campaign import PRODUCER, READERS, Campaign, address, lookup_addresses  # noqa: E402
+from support.network.evidence import contradictions  # noqa: E402
+from support.network.faulty_processes import (  # noqa: E402
     KINDS,
-    PRODUCER,
-    READERS,
-    Campaign,
+    PEER_PROCESS,
     Fault,
+    FaultyProcesses,
     Forker,
-    address,
-    lookup_addresses,
     memory_controller,
 )
-from support.network.evidence import contradictions  # noqa: E402
 from support.network.features import FEATURES, PLAIN, feature_of, runs_over  # noqa: E402
+from support.network.store_campaign import (  # noqa: E402
+    STORE_PEERS,
+    VICTIMS,
+    Budgets,
+    StoreCampaign,
+)
+from support.network.store_evidence import store_contradictions, store_lines  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from support.network.evidence import Record
+
+LINK, STORE = TOPOLOGIES = ("link", "store")
+"""A producer and readers of its link; or a store with a directory, its writers and its readers."""
+SCRIPTS = {LINK: PEER_PROCESS, STORE: STORE_PEERS}
+STORE_KINDS = ("kill", "freeze", "cut")
+"""Faults of a store's campaign."""
+STORE_KEYS = 120
+CONTAINED = "shm-contained"
 
 CONNECTORS = (
     "shm",
     "shm-sealed",
-    "shm-contained",
+    CONTAINED,
     "zmq+ipc",
     "zmq+tcp",
     "zmq+tcp-plain",
@@ -104,19 +131,14 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         scheme, _, mode = connector.partition("-")
         # Some kept payloads are evicted.
-        options: dict[str, Any] = {"quota": (12 if "kept" in features else 32) << 20}
-        options |= {"directory": folder} if scheme in ("shm", "auto") else {}
-        # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
-        options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
-        options |= {"mode": mode} if mode == "sealed" else {}
-        options |= {"require": REQUIRED[scheme]} if scheme in REQUIRED and mode != "plain" else {}
+        options = {"quota": (12 if "kept" in features else 32) << 20}
         logs = Path(folder, "logs")
         logs.mkdir()
         campaign = Campaign(
             forker,
             logs,
             address(scheme, folder),
-            options,
+            options | link_options(connector, folder),
             KEYS,
             features=PLAIN if is_poor else features,
             leaves=0.0 if is_poor else LEAVES,
@@ -137,14 +159,73 @@ def run(
             campaign.close()
         if keep and problems:
             shutil.copytree(logs, Path(keep, connector, seed), dirs_exist_ok=True)
-        events = Counter(entry.event for record in records for entry in record.entries)
-        events["killed"] = sum(record.killed for record in records)
+    transfers = Counter(map(feature_of, campaign.orders))
+    return summary(connector, seed, faults, campaign, records, transfers, problems)
+
+
+def run_store(
+    forker: Forker, connector: str, seed: str, kinds: list[str], count: int, keep: str | None
+) -> dict[str, Any]:
+    """One campaign of a store, which the seed decides; as `run`."""
+    rng = random.Random(seed)
+    faults: list[Fault] = [(rng.choice(kinds), rng.choice(VICTIMS)) for _ in range(count)]
+    with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
+        logs, scheme = Path(folder, "logs"), connector.partition("-")[0]
+        logs.mkdir()
+        options = link_options(connector, folder)
+        budgets = Budgets.drawn(rng)
+        campaign = StoreCampaign(forker, logs, scheme, folder, options, STORE_KEYS, budgets, seed)
+        problems = list[str]()
+        try:
+            records = campaign.run(rng, faults)
+            owners, directory = campaign.owners, campaign.directory
+            problems += store_contradictions(owners, records, budgets, directory)
+            left = set(os.listdir(folder)) - {"logs", directory.name}
+            problems += [f"left: {name}" for name in left]
+        except AssertionError as error:
+            records = campaign.records()
+            problems.append(f"it hung, or a process ended: {error}")
+        finally:
+            campaign.close()
+        lines = [line for path in logs.glob("*.out") for line in path.read_text().splitlines()]
+        problems += store_lines(lines)
+        if keep and problems:
+            shutil.copytree(logs, Path(keep, connector, seed), dirs_exist_ok=True)
+    transfers: Counter[str] = Counter({"store writer": len(campaign.owners)})
+    found = summary(connector, seed, faults, campaign, records, transfers, problems)
+    return {**found, "topology": STORE, "budgets": budgets._asdict()}
+
+
+def link_options(connector: str, folder: str) -> dict[str, Any]:
+    """The options of all links of a campaign."""
+    scheme, _, mode = connector.partition("-")
+    options: dict[str, Any] = {"directory": folder} if scheme in ("shm", "auto") else {}
+    # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
+    options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
+    options |= {"mode": mode} if mode == "sealed" else {}
+    options |= {"require": REQUIRED[scheme]} if scheme in REQUIRED and mode != "plain" else {}
+    return options
+
+
+def summary(
+    connector: str,
+    seed: str,
+    faults: list[Fault],
+    campaign: FaultyProcesses,
+    records: Sequence[Record],
+    transfers: Counter[str],
+    problems: list[str],
+) -> dict[str, Any]:
+    """What is written down of a campaign."""
+    events = Counter(entry.event for record in records for entry in record.entries)
+    events["killed"] = sum(record.killed for record in records)
     return {
         "connector": connector,
+        "topology": LINK,
         "seed": seed,
         "faults": faults,
         "hits": campaign.hits,
-        "transfers": dict(Counter(map(feature_of, campaign.orders))),
+        "transfers": dict(transfers),
         "events": dict(events),
         "problems": problems,
     }
@@ -152,22 +233,27 @@ def run(
 
 ENDS = (
     *("killed", "put", "read", "chunk", "ended", "back", "released", "failed", "expired"),
-    *("again", "missing", "withdrawn", "evicted"),
+    *("again", "missing", "withdrawn", "evicted", "kept", "found"),
 )
 """Events of a campaign that the table counts."""
+
+
+def name_of(result: dict[str, Any]) -> str:
+    """The connector of a campaign, and its topology."""
+    return f"{result['connector']}{', store' if result['topology'] == STORE else ''}"
 
 
 def by_connector(results: list[dict[str, Any]]) -> str:
     """The table of what happened over each connector."""
     rows = []
-    for connector in dict.fromkeys(result["connector"] for result in results):
-        mine = [result for result in results if result["connector"] == connector]
+    for name in dict.fromkeys(map(name_of, results)):
+        mine = [result for result in results if name_of(result) == name]
         events: Counter[str] = Counter()
         for result in mine:
             events.update(result["events"])
         problems = sum(len(result["problems"]) for result in mine)
         cells = [len(mine), *(events[end] for end in ENDS), problems]
-        rows.append([*map(str, cells), connector])
+        rows.append([*map(str, cells), name])
     return terminal.table(["runs", *ENDS, "problems", "connector"], rows)
 
 
@@ -180,7 +266,7 @@ def by_feature(results: list[dict[str, Any]]) -> str:
     kinds = [*KINDS, "death"]
     rows = [
         [str(transfers[feature]), *(str(hits[kind, feature]) for kind in kinds), feature]
-        for feature in (*FEATURES, "start")
+        for feature in (*FEATURES, "start", "store", "store writer", "store reader")
         if transfers[feature] or any(hits[kind, feature] for kind in kinds)
     ]
     of_kind = Counter(kind for result in results for kind, _ in result["hits"])
@@ -194,12 +280,46 @@ def available(chosen: list[str] | None) -> list[str]:
     for connector in chosen or CONNECTORS:
         try:
             backend(connector.partition("-")[0])
-            if connector == "shm-contained" and os.geteuid():
+            if connector == CONTAINED and os.geteuid():
                 raise UnavailableError("namespaces need root")
             found.append(connector)
         except UnavailableError as error:  # noqa: PERF203 (a handful)
             print(f"{connector}: not run: {error}")
     return found
+
+
+def campaigns(
+    args: argparse.Namespace, connectors: list[str], kinds: list[str], topologies: Sequence[str]
+) -> Iterator[tuple[str, str, list[str], int]]:
+    """The connector, topology, kinds and number of faults of each campaign."""
+    left = args.faults
+    while left > 0 and connectors:
+        for connector in connectors:
+            for topology in topologies:
+                mine = [kind for kind in kinds if (connector, kind) not in NOT_RUN]
+                mine = [kind for kind in mine if kind != "cut" or connector in TCP]
+                if topology == STORE:
+                    mine = [kind for kind in mine if kind in STORE_KINDS]
+                scheme, count = connector.partition("-")[0], min(FAULTS, left)
+                is_run = any(runs_over(feature, scheme) for feature in args.feature or FEATURES)
+                left -= count
+                if count and mine and is_run and (topology, connector) != (STORE, CONTAINED):
+                    yield connector, topology, mine, count
+
+
+class Forkers(dict[str, Forker]):
+    """The processes that fork those of each topology, started when they are needed."""
+
+    def __enter__(self) -> Forkers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for forker in self.values():
+            forker.close()
+
+    def __missing__(self, topology: str) -> Forker:
+        self[topology] = Forker(SCRIPTS[topology])
+        return self[topology]
 
 
 def main() -> int:
@@ -208,6 +328,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", metavar="SEED", help="repeat one campaign, such as 0/7")
     parser.add_argument("--connector", action="append", choices=CONNECTORS)
+    parser.add_argument("--topology", action="append", choices=TOPOLOGIES)
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--feature", action="append", choices=FEATURES)
     parser.add_argument("--logs", metavar="DIR", help="copy the logs of each problem's run there")
@@ -220,23 +341,20 @@ def main() -> int:
     if "memory" in kinds and memory_controller() is None:
         kinds.remove("memory")
         print("memory: not run: no control group can be made here")
-    left, forker = args.faults, Forker()
-    try:
-        while left > 0 and connectors:
-            for connector in connectors:
-                mine = [kind for kind in kinds if (connector, kind) not in NOT_RUN]
-                mine = [kind for kind in mine if kind != "cut" or connector in TCP]
-                scheme, count = connector.partition("-")[0], min(FAULTS, left)
+    topologies = args.topology or (LINK,) if args.feature else args.topology or TOPOLOGIES
+    with Forkers() as forkers:
+        for connector, topology, mine, count in campaigns(args, connectors, kinds, topologies):
+            seed = args.run or f"{args.seed}/{len(results)}"
+            forker = forkers[topology]
+            if topology == STORE:
+                found = run_store(forker, connector, seed, mine, count, args.logs)
+            else:
+                scheme = connector.partition("-")[0]
                 features = [f for f in args.feature or FEATURES if runs_over(f, scheme)]
-                left -= count
-                if not count or not mine or not features:
-                    continue
-                seed = args.run or f"{args.seed}/{len(results)}"
-                results.append(run(forker, connector, seed, mine, count, features, args.logs))
-                for problem in results[-1]["problems"]:
-                    print(f"{connector}, --run {seed}: {problem}", flush=True)
-    finally:
-        forker.close()
+                found = run(forker, connector, seed, mine, count, features, args.logs)
+            results.append(found)
+            for problem in found["problems"]:
+                print(f"{connector}, --topology {topology} --run {seed}: {problem}", flush=True)
     print(by_connector(results), by_feature(results), sep="\n\n")
     if args.json:
         report.write_json(args.json, "faults", about, vars(args), {"runs": results})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.cli.arguments import SECONDS, examples, size
 from omni_kvlink.cli.process import show
+from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
     import argparse
@@ -48,7 +50,7 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _store(arguments: argparse.Namespace) -> int:
-    # Blocked before the first thread starts, so that the signal waits for `sigtimedwait`.
+    # Blocked before the first thread starts, so that the signal waits for `sigwait`.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     from omni_kvlink.kept.store import PayloadStore
 
@@ -72,19 +74,19 @@ def _store(arguments: argparse.Namespace) -> int:
 
 def _report_until_ended(store: PayloadStore, seconds: float | None) -> None:
     """Print a line every so many seconds, if it has changed, until the signal comes."""
-    last = ""
-    while not _has_ended(seconds):
+    ended, last = threading.Event(), ""
+
+    def wait_for_signal() -> None:
+        signal.sigwait([signal.SIGTERM])
+        ended.set()
+
+    # `sigtimedwait` returns as if the signal had come, if this process is stopped meanwhile.
+    start_thread(threading.Thread(target=wait_for_signal, name="kvlink-signal", daemon=True))
+    while not ended.wait(seconds):
         line = _line(store.stats())
         if line != last:
             show(line)
         last = line
-
-
-def _has_ended(seconds: float | None) -> bool:
-    """Wait for the signal, so many seconds at most; whether it came."""
-    if seconds is None:
-        return bool(signal.sigwait([signal.SIGTERM]))
-    return signal.sigtimedwait([signal.SIGTERM], seconds) is not None
 
 
 def _line(stats: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ from support.faults.leak_checks import zmq_started as zmq_started
 from support.kept.store_process import (
     KEEPER,
     READER,
+    is_stopped,
     next_line,
     program,
     store_process,
@@ -46,6 +47,7 @@ from support.payloads.small_payloads import MAKERS, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from omni_kvlink import Payload, Received
 
@@ -125,11 +127,6 @@ def numbers_of(client: StoreClient, keys: Sequence[str]) -> list[int | None]:
         found.append(int(target[0]))
         received.release()
     return found
-
-
-def is_stopped(pid: int) -> bool:
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(text.rpartition(")")[2].split()[0] == "T" for text in stats)
 
 
 def refused_client(site: Site, **options: Any) -> StoreClient:

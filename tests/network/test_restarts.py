@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.network.campaign import (
-    PRODUCER,
-    READERS,
-    ROUNDS,
-    Campaign,
-    Forker,
-    address,
-    lookup_addresses,
-)
+from support.network.campaign import PRODUCER, READERS, ROUNDS, Campaign, address, lookup_addresses
 from support.network.evidence import DENIED, contradictions
+from support.network.faulty_processes import Forker
 from support.network.features import FEATURES, runs_over
 
 if TYPE_CHECKING:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
+    from omni_kvlink.connectors.protocol.kept_table import Backing
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
 (
@@ -254,6 +255,14 @@ class TransferTable:
             return False
         self._end_kept(transfer, EVICTED)
         return True
+
+    def set_backing(self, backing: Backing) -> None:
+        """Have gets of what is not in memory ask `backing`, also those that wait already."""
+        self.kept.backing = backing
+        for key in self._waiting.all_keys():
+            if key not in self._live and backing.request(key):
+                for (peer, get_id), _ in self._waiting.by_key(key):
+                    self._send(peer, Status(get_id, LOADING))
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""

@@ -527,7 +527,7 @@ class PooledProducer(Producer):
     def set_backing(self, backing: Backing) -> None:
         """Have gets of what is not in memory ask `backing`, with `lock` held."""
         with self.lock:
-            self.transfers.kept.backing = backing
+            self.transfers.set_backing(backing)
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload."""

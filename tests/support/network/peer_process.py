@@ -77,6 +77,9 @@ class Incarnation:
         lookups: The URLs of the links by which caches are looked up, by the server's name.
         lanes: The port of the relay that a reader opens its lanes through; 0 if there is none.
         is_contained: Whether it has PID, IPC and network namespaces of its own.
+        store: The URL of the store that it shares payloads through; empty if there is none.
+        peers: The URLs of those whose payloads it reads without the store.
+        relays: The ports through which it connects to others, by their own ports.
     """
 
     role: str
@@ -92,6 +95,9 @@ class Incarnation:
     lookups: dict[str, str] = dataclasses.field(default_factory=dict)
     lanes: int = 0
     is_contained: bool = False
+    store: str = ""
+    peers: list[str] = dataclasses.field(default_factory=list)
+    relays: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def by_task(self) -> Iterator[tuple[list[str], float]]:
         """The keys that are got together, and their timeout."""
