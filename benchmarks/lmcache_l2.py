@@ -93,8 +93,7 @@ def main() -> None:
     budget = args.rounds * args.num_keys * (nbytes + SLOT)
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         sides = {
-            name: Side(spec, args.num_keys, nbytes)
-            for name, spec in specs(folder, budget).items()
+            name: Side(spec, args.num_keys, nbytes) for name, spec in specs(folder, budget).items()
         }
         try:
             for operation in OPERATIONS:
