@@ -1,6 +1,6 @@
 """Runs named mutants of the package: for each, its tests must fail.
 
-    python .ci/mutants.py [NAME | PATH] … [--jobs N] [--timeout S] [--check]
+    python .ci/mutants.py [NAME | PATH] … [--jobs N] [--timeout S] [-W FILTER] [--check]
 
 `.ci/mutants.toml` lists them: a text of a file that occurs once, what replaces it, and the tests
 that must fail then. Without arguments, all are run; a path selects the mutants of the files below
@@ -9,6 +9,10 @@ The tests must pass without a mutant first. A test fails by an assertion or an e
 not because it cannot be imported; a mutant for which a test hangs or its process dies says so
 (`outcome`). A survivor, a mutant whose text is not there and one whose tests are skipped here fail
 the command.
+
+Those of a host's integration are run by the Python of its environment, with the filters of warnings
+that the Makefile gives to its tests: `.venv-lmcache/bin/python .ci/mutants.py -W
+ignore::DeprecationWarning omni_kvlink/integrations/lmcache`.
 
 `--check` runs nothing: it verifies that each text occurs once, that the mutant compiles, and that
 its tests exist.
@@ -288,8 +292,8 @@ def _kill_group(pid: int) -> None:
 class Copy:
     """A private copy of the package and the tests, in which one mutant at a time is run."""
 
-    def __init__(self, root: Path, scratch: Path):
-        self.root = scratch
+    def __init__(self, root: Path, scratch: Path, filters: Sequence[str] = ()):
+        self.root, self._filters = scratch, filters
         self._writes = 0
         ignored = shutil.ignore_patterns("__pycache__", "results", ".hypothesis")
         for name in COPIED:
@@ -321,6 +325,7 @@ class Copy:
         report = self.root / "report.xml"
         report.unlink(missing_ok=True)
         arguments = ["-q", "-p", "no:cacheprovider", f"--timeout={timeout:g}", "--tb=line"]
+        arguments += [part for one in self._filters for part in ("-W", one)]
         arguments += [f"--junitxml={report}", *([] if all_of_them else ["-x"]), *nodes]
         limit = 2 * timeout * (len(nodes) if all_of_them else 1)
         run = Run(self._forker.run(arguments, limit))
@@ -361,13 +366,15 @@ def _read(report: Path, run: Run) -> None:
 class Campaign:
     """Runs mutants, some at once; each copy is used by one thread at a time."""
 
-    def __init__(self, root: Path, scratch: Path, timeout: float, jobs: int):
+    def __init__(
+        self, root: Path, scratch: Path, timeout: float, jobs: int, filters: Sequence[str] = ()
+    ):
         self._timeout, self._jobs = timeout, jobs
         self._copies: SimpleQueue[Copy] = SimpleQueue()
         self._all: list[Copy] = []
         for number in range(jobs):
             (scratch / str(number)).mkdir()
-            self._all.append(Copy(root, scratch / str(number)))
+            self._all.append(Copy(root, scratch / str(number), filters))
             self._copies.put(self._all[-1])
         self._printing = threading.Lock()
 
@@ -428,6 +435,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="mutants, or paths of files")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
+    parser.add_argument(
+        "-W", action="append", default=[], dest="filters", help="a filter of warnings for pytest"
+    )
     parser.add_argument("--check", action="store_true", help="run nothing, check the list")
     parser.add_argument("--list", type=Path, default=LIST, help="the list (default: %(default)s)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project (default: this one)")
@@ -440,7 +450,8 @@ def main() -> int:
         print(f"left out: {mutant.name} needs {mutant.needs}")
     mutants = [mutant for mutant in mutants if mutant not in left_out]
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        campaign = Campaign(options.root, Path(scratch), options.timeout, max(1, options.jobs))
+        jobs, filters = max(1, options.jobs), options.filters
+        campaign = Campaign(options.root, Path(scratch), options.timeout, jobs, filters)
         try:
             caught = campaign.run(mutants) if campaign.baseline(mutants) else 0
         finally:

@@ -70,7 +70,7 @@ ELSEWHERE = {
     ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
     ),
-    ("docs/guides/store.md", "pip install omni-kvlink"): "processes: tests/kept/test_store_page.py",
+    ("docs/guides/store.md", "pip install ."): "processes: tests/kept/test_store_page.py",
     ("docs/guides/store.md", "# writer.py"): "processes: tests/kept/test_store_page.py",
     ("docs/guides/store.md", "# reader.py"): "processes: tests/kept/test_store_page.py",
     ("docs/guides/store.md", "[True, False]"): "processes: tests/kept/test_store_page.py",

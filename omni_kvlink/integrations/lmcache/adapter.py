@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink import TensorTransferData
+from omni_kvlink import ReceivedBatch, TensorTransferData
 from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, UnavailableError
 from omni_kvlink.integrations.lmcache.chunks import PART, bytes_of, layout_of, name_of
 from omni_kvlink.integrations.store_settings import StoreSettings
@@ -198,10 +198,11 @@ class KVLinkL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
     def _load(self, keys: Sequence[ObjectKey], chunks: Sequence[MemoryObj]) -> Bitmap:
         bits, loaded = Bitmap(len(keys)), []
         results = self._client.get_many(map(self._key, keys))
-        for number, (received, chunk) in enumerate(zip(results, chunks, strict=True)):
-            if received is not None and self._copy_out(received, chunk):
-                bits.set(number)
-                loaded.append(keys[number])
+        with ReceivedBatch([received for received in results if received is not None]):
+            for number, (received, chunk) in enumerate(zip(results, chunks, strict=True)):
+                if received is not None and self._copy_out(received, chunk):
+                    bits.set(number)
+                    loaded.append(keys[number])
         if loaded:
             self._notify_keys_accessed(loaded)
         return bits
@@ -209,11 +210,10 @@ class KVLinkL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
     def _copy_out(self, received: Received, chunk: MemoryObj) -> bool:
         """Copy a chunk into LMCache's memory; False, counted, if it is another or is damaged."""
         try:
-            with received:
-                data = received.data
-                if isinstance(data, TensorTransferData) and data.metadata == layout_of(chunk):
-                    received.scatter({PART: bytes_of(chunk)})
-                    return True
+            data = received.data
+            if isinstance(data, TensorTransferData) and data.metadata == layout_of(chunk):
+                received.scatter({PART: bytes_of(chunk)})
+                return True
             reason = "layout"
         except SchemaError:
             reason = "layout"

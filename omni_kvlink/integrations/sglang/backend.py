@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink import ReceivedBatch
 from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, UnavailableError
 from omni_kvlink.integrations.sglang.pool_pages import PoolPages
 from omni_kvlink.integrations.sglang.pool_rank import PoolRank
@@ -212,8 +213,7 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if target_location is None:
             raise SchemaError("target_location=None: a flat page of the pool of K and V")
         pool = self._pools[PoolName.KV]
-        [received] = self._client.get_many([pool.key(key)])
-        is_there = self._copy_out(received, pool.pages.of_flat(target_location))
+        [is_there] = self._copy_all(pool, [key], [pool.pages.of_flat(target_location)])
         return target_location if is_there else None
 
     def batch_set(
@@ -278,11 +278,18 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _get(self, pool: _Pool, keys: Sequence[str], slots: torch.Tensor) -> list[bool]:
         firsts = slots[:: pool.pages.slots].tolist()
-        received = self._client.get_many([pool.key(key) for key in keys])
-        return [
-            self._copy_out(page, pool.pages.tensors(first))
-            for page, first in zip(received, firsts, strict=True)
-        ]
+        return self._copy_all(pool, keys, [pool.pages.tensors(first) for first in firsts])
+
+    def _copy_all(
+        self, pool: _Pool, keys: Sequence[str], targets: Sequence[dict[str, torch.Tensor]]
+    ) -> list[bool]:
+        """Copy pages out, which are got and released together; which of them are there."""
+        results = self._client.get_many([pool.key(key) for key in keys])
+        with ReceivedBatch([page for page in results if page is not None]):
+            return [
+                page is not None and self._copy_out(page, into)
+                for page, into in zip(results, targets, strict=True)
+            ]
 
     def _put(self, pool: _Pool, key: str, tensors: dict[str, torch.Tensor]) -> bool:
         name = pool.key(key)
@@ -308,13 +315,10 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 self._stored.pop(name, None)
             self._prune_at = 2 * len(self._stored) + PRUNE_FROM
 
-    def _copy_out(self, received: Received | None, into: dict[str, torch.Tensor]) -> bool:
-        """Copy a page out; False, counted, if it is not there, damaged, or of another layout."""
-        if received is None:
-            return False
+    def _copy_out(self, received: Received, into: dict[str, torch.Tensor]) -> bool:
+        """Copy a page out; False, counted, if it is damaged, or of another layout."""
         try:
-            with received:
-                received.scatter(into)
+            received.scatter(into)
             return True
         except SchemaError:
             reason = "layout"

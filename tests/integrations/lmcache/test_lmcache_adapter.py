@@ -14,6 +14,8 @@ from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
+from omni_kvlink.connectors.protocol.messages import Release
+from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.integrations.lmcache import KVLinkL2Adapter
 from omni_kvlink.testing.rig import until
 from support.kept.kept_bytes import flip_kept
@@ -21,6 +23,9 @@ from support.lmcache.l2 import L2, NBYTES, chunk, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from omni_kvlink.connectors.protocol.messages import Message
+    from omni_kvlink.connectors.protocol.transfer import Peer
 
 _numbers = itertools.count()
 PLUGIN = {"module_path": "omni_kvlink.integrations.lmcache", "class_name": "KVLinkL2Adapter"}
@@ -64,6 +69,25 @@ def test_chunks_come_back_equal(l2: Callable[..., L2]) -> None:
         assert not loaded.raw_data[NBYTES:].any()  # what lies behind a chunk is another's
     assert one.load([key_of(99)], [chunk()]) == []
     assert one.misses == {"absent": 1}
+
+
+def test_chunks_that_are_loaded_together_are_released_together(
+    l2: Callable[..., L2], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one message: each would interrupt the copy of the next chunk."""
+    one, keys, releases = l2(), [key_of(number) for number in range(8)], list[int]()
+    handle = PooledProducer.handle
+
+    def count(producer: PooledProducer, peer: Peer, *messages: Message) -> None:
+        if number := sum(isinstance(message, Release) for message in messages):
+            releases.append(number)
+        handle(producer, peer, *messages)
+
+    monkeypatch.setattr(PooledProducer, "handle", count)
+    one.store(keys, [chunk(number) for number in range(8)])
+    assert one.load(keys, [chunk() for _ in keys]) == list(range(8))
+    until(lambda: sum(releases) == 8, "all chunks are released", 60)
+    assert releases == [8]
 
 
 def test_another_engine_reads_them(l2: Callable[..., L2]) -> None:

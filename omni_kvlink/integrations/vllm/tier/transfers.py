@@ -10,6 +10,7 @@ import numpy
 import torch
 from vllm.v1.kv_offload.tiering.base import JobResult
 
+from omni_kvlink import ReceivedBatch
 from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class ChunkTransfers:
         """Load these chunks, which are got at once; the keys of those that are there."""
         loaded = []
         results = self._client.get_many([key.hex() for key, _ in chunks])
-        for (key, row), received in zip(chunks, results, strict=True):
-            if received is None:
-                continue
-            with received:
+        with ReceivedBatch([received for received in results if received is not None]):
+            for (key, row), received in zip(chunks, results, strict=True):
+                if received is None:
+                    continue
                 try:
                     received.scatter({_CHUNK: row})
                 except KVLinkError as error:
