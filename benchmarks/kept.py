@@ -218,7 +218,12 @@ def _keep(link: KVProducer, page: torch.Tensor, count: int, step: Callable[[], N
 
 
 def _round(
-    setup: KeptSetup, link: KVProducer, reader: ProcessPeer, side: str, count: int, page: torch.Tensor
+    setup: KeptSetup,
+    link: KVProducer,
+    reader: ProcessPeer,
+    side: str,
+    count: int,
+    page: torch.Tensor,
 ) -> dict[str, Any]:
     """The seconds of each call at both ends of one link, and the number of wrong pages."""
     limits = {"count": count, "gets": setup.gets, "batch": setup.batch, "asked": ASKED}
