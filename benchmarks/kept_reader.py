@@ -75,6 +75,12 @@ class KeptReader(CommandSet):
         """Connect to a producer."""
         self._links[link] = KVLink.connect(url, timeout=TIMEOUT)
 
+    def touch(self, link: str) -> None:
+        """Wait until all that is mapped has been touched, as it is when nobody hurries."""
+        time.sleep(0.02)  # it may not be mapped yet
+        while (mapped := self._links[link].stats()["mapped"])["touched"] < mapped["nbytes"]:
+            time.sleep(0.01)
+
     def disconnect(self, link: str) -> None:
         """Close a link."""
         self._links.pop(link).close()
@@ -117,8 +123,7 @@ class KeptReader(CommandSet):
             keys = keys_of(range(start, min(count, start + batch)))
             with consumer.get_many(keys, timeout=TIMEOUT, wait=False):
                 pass
-        while (mapped := consumer.stats()["mapped"])["touched"] < mapped["nbytes"]:
-            time.sleep(0.01)
+        self.touch(link)
 
     def freeze(self) -> None:
         """See `freeze_gc`."""
@@ -187,7 +192,7 @@ class Pages:
         called = time.perf_counter()
         received = consumer.get(key, timeout=TIMEOUT, wait=False)
         got = time.perf_counter()
-        received.scatter({NAME: block})
+        received.scatter([block])
         received.release()
         ended = time.perf_counter()
         self._check(block, number)
@@ -199,7 +204,7 @@ class Pages:
         called = time.perf_counter()
         batch = consumer.get_many(keys, timeout=TIMEOUT, wait=False)
         for received, block in zip(batch, blocks, strict=True):
-            received.scatter({NAME: block})
+            received.scatter([block])
         batch.release()
         spent = time.perf_counter() - called
         for number, block in zip(numbers[-BLOCKS:], blocks[-BLOCKS:], strict=True):

@@ -429,6 +429,20 @@ class ArenaPool:
         with self._lock:
             return list(self._prefaulted)
 
+    def find_first(self, nbytes: int) -> list[int]:
+        """The numbers of the oldest arenas that are kept for reuse, of `nbytes` together at most.
+
+        Those that were mapped ahead come first, however large they are.
+        """
+        with self._lock:
+            found = dict(self._prefaulted)
+            for number, (arena, _) in self._arenas.items() if self._keep else ():
+                nbytes -= arena.nbytes
+                if nbytes < 0:
+                    break
+                found[number] = None
+            return list(found)
+
     def stats(self) -> dict[str, Any]:
         """Return bytes (quota, mapped, used), counts (arenas, blocks, waiting threads), `prefault`.
 
