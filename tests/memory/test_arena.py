@@ -512,6 +512,17 @@ def test_an_interrupt_at_any_line_forgets_the_room_of_no_arena(call: str) -> Non
     assert number > 10
 
 
+def test_the_first_arenas_are_no_more_than_a_reader_should_map() -> None:
+    arenas = ArenaPool(Mapping.anonymous, 8 * GRAIN, min_arena=GRAIN)
+    for _ in range(4):
+        arenas.reserve(GRAIN)
+    assert arenas.find_first(3 * GRAIN) == [0, 1, 2]
+    assert arenas.find_first(GRAIN - 1) == []
+    sealed = ArenaPool(Mapping.anonymous, 8 * GRAIN, keep=False)
+    sealed.reserve(GRAIN)
+    assert sealed.find_first(3 * GRAIN) == []
+
+
 def test_the_cyclic_collector_forgets_a_block() -> None:
     """Tens of thousands of live payloads must not make its runs long."""
     arenas, owner = pool(), Holder()
