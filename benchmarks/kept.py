@@ -146,7 +146,7 @@ def measure_readers(setup: KeptSetup, progress: Progress) -> Shared:
     digest = hashlib.sha256()
     for tensor in sample.cache.tensors():
         assert isinstance(tensor, torch.Tensor)
-        digest.update(memoryview(bytes_of(tensor)))
+        digest.update(bytes_of(tensor).data)
     seconds: dict[str, list[float]] = {"first": [], "again": []}
     with contextlib.ExitStack() as opened, progress("gets", setup.readers + setup.rounds) as step:
         quota = 2 * setup.shape.nbytes + MIN_ARENA
@@ -230,9 +230,9 @@ def _round(
     limits = {"count": count, "gets": setup.gets, "batch": setup.batch, "asked": ASKED}
     measured: dict[str, Any] = reader.call("measure", link=side, **limits)
     own: dict[str, list[float]] = {"put": [], "withdraw": [], "stats": []}
+    data = TensorTransferData(EXTRA, {NAME: page})
     for _ in range(setup.gets):
-        data = TensorTransferData(EXTRA, {NAME: page})
-        own["put"].append(_timed(lambda data=data: link.put(data, readers=None)))
+        own["put"].append(_timed(lambda: link.put(data, readers=None)))
         own["withdraw"].append(_timed(lambda: link.withdraw(EXTRA)))
         own["stats"].append(_timed(link.stats))
     measured["seconds"] |= own
@@ -336,11 +336,11 @@ def _shared_figures(setup: KeptSetup, shared: Shared) -> dict[str, Any]:
 def _shared_table(setup: KeptSetup, shared: Shared) -> str:
     nbytes = setup.shape.nbytes
     private = [reader["private"] for reader in shared.readers]
-    rows = [
-        ["Shmem of the machine", shared.machine["shmem"], "all processes, also of others"],
-        ["memory in use", shared.machine["used"], "by MemAvailable, also of others"],
-        ["PSS of all processes", shared.pss, "of this benchmark: shared pages count once"],
-        ["private, a reader", max(private), "the most that one reader has for itself"],
+    rows: list[tuple[str, int, str]] = [
+        ("Shmem of the machine", shared.machine["shmem"], "all processes, also of others"),
+        ("memory in use", shared.machine["used"], "by MemAvailable, also of others"),
+        ("PSS of all processes", shared.pss, "of this benchmark: shared pages count once"),
+        ("private, a reader", max(private), "the most that one reader has for itself"),
     ]
     cells = [[name, f"{n / 1e6:.1f}", f"{n / nbytes:.3f}", text] for name, n, text in rows]
     times = shared.seconds.table(

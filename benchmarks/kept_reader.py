@@ -99,7 +99,7 @@ class KeptReader(CommandSet):
         found = hashlib.sha256()
         for tensor in self._held[-1].data.tensors():
             assert isinstance(tensor, torch.Tensor)
-            found.update(memoryview(bytes_of(tensor)))
+            found.update(bytes_of(tensor).data)
         return found.hexdigest()
 
     def release(self) -> None:
@@ -179,7 +179,9 @@ class Pages:
         [key], block = keys_of([number]), self._block()
         with consumer.get(key, timeout=TIMEOUT, wait=False) as data:
             assert isinstance(data, TensorTransferData)
-            source, target = bytes_of(data.tensors()[0]), block.numpy()
+            page = data[NAME]
+            assert isinstance(page, torch.Tensor)
+            source, target = bytes_of(page), block.numpy()
             called = time.perf_counter()
             np.copyto(target, source)
             spent = time.perf_counter() - called

@@ -334,14 +334,10 @@ class ArenaPool:
             else:
                 self._complete()
                 arena = self._arenas[number][0]
-                change, used, blocks = (
-                    arena.plan_free(offset),
-                    self._used - nbytes,
-                    self._blocks - 1,
-                )
-                values = change, None, number, used, blocks
+                used, blocks = self._used - nbytes, self._blocks - 1
+                freed = arena.plan_free(offset), None, number, used, blocks
                 # In one line: an interrupt comes before it or after it.
-                arena.change, owner.block, self._changed, self._used, self._blocks = values
+                arena.change, owner.block, self._changed, self._used, self._blocks = freed
                 self._complete()
                 if not self._keep and not arena.blocks:
                     self._drop(number)

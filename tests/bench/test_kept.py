@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import kept
 from kept import GROWTH, run
+from kept_reader import number_page
+
+if TYPE_CHECKING:
+    import pytest
 
 PAYLOAD = ["--layers", "2", "--tokens", "64", "--readers", "2"]
 PAGES = ["--pages", "12", "--few", "3", "--page-bytes", "65536", "--batch", "4", "--gets", "4"]
@@ -38,7 +40,7 @@ def test_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_page_that_is_wrong_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The benchmark compares every page with the bytes that its number demands."""
-    number_page, path = kept.number_page, tmp_path / "result.json"
+    path = tmp_path / "result.json"
     monkeypatch.setattr(kept, "number_page", lambda page, number: number_page(page, number + 1))
     assert run([*PAGES, "--readers", "0", "--rounds", "1", "--json", str(path)]) == 1
     assert json.loads(path.read_text())["results"]["pages"]["wrong"] > 0
