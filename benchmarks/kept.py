@@ -19,6 +19,7 @@ import hashlib
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -84,7 +85,7 @@ class KeptSetup:
     page_bytes: int = option(2_000_000, "measurement", "bytes of a page", _BYTES)
     batch: int = option(64, "measurement", "pages of one get_many")
     gets: int = option(64, "measurement", "calls of each kind, in each round")
-    rounds: int = option(10, "measurement", "rounds, every second one in reverse")
+    rounds: int = option(10, "measurement", "rounds, whose medians are compared")
 
     def quota(self, pages: int) -> int:
         """Bytes of memory for so many pages and those beside them, which lie in arenas."""
@@ -197,10 +198,10 @@ def measure_pages(setup: KeptSetup, progress: Progress) -> Kept:
         reader.call("freeze")
         step = opened.enter_context(progress("rounds", setup.rounds + 1))
         for number in range(setup.rounds + 1):
-            for side in ("few", "many") if number % 2 else ("many", "few"):
-                measured = _round(setup, links[side], reader, side, counts[side], page)
-                wrong += measured["wrong"]
-                for name, values in measured["seconds"].items() if number else ():
+            measured = _round(setup, links, reader, counts, page)
+            wrong += measured["wrong"]
+            for side in links if number else ():  # the first round is to warm up
+                for name, values in measured["seconds"][side].items():
                     seconds[side][name].append(Summary.of(values).p50)
             step()
     return Kept(seconds, bookkeeping, wrong)
@@ -220,23 +221,25 @@ def _keep(link: KVProducer, page: torch.Tensor, count: int, step: Callable[[], N
 
 def _round(
     setup: KeptSetup,
-    link: KVProducer,
+    links: dict[str, KVProducer],
     reader: ProcessPeer,
-    side: str,
-    count: int,
+    counts: dict[str, int],
     page: torch.Tensor,
 ) -> dict[str, Any]:
-    """The seconds of each call at both ends of one link, and the number of wrong pages."""
-    limits = {"count": count, "gets": setup.gets, "batch": setup.batch, "asked": ASKED}
-    measured: dict[str, Any] = reader.call("measure", link=side, **limits)
-    own: dict[str, list[float]] = {"put": [], "withdraw": [], "stats": []}
-    data = TensorTransferData(EXTRA, {NAME: page})
-    for _ in range(setup.gets):
-        own["put"].append(_timed(lambda: link.put(data, readers=None)))
-        own["withdraw"].append(_timed(lambda: link.withdraw(EXTRA)))
-        own["stats"].append(_timed(link.stats))
-    measured["seconds"] |= own
-    measured["wrong"] += link.stats()["transfers"]["kept"] != count
+    """The seconds of each call at both ends, by link, and the number of wrong pages."""
+    limits = {"gets": setup.gets, "batch": setup.batch, "asked": ASKED}
+    measured: dict[str, Any] = reader.call("measure", counts=counts, **limits)
+    for seconds in measured["seconds"].values():
+        seconds |= {"put": [], "withdraw": [], "stats": []}
+    data, order = TensorTransferData(EXTRA, {NAME: page}), list(links)
+    for turn in range(setup.gets):
+        for side in order if turn % 2 else order[::-1]:
+            link, own = links[side], measured["seconds"][side]
+            own["put"].append(_timed(partial(link.put, data, readers=None)))
+            own["withdraw"].append(_timed(partial(link.withdraw, EXTRA)))
+            own["stats"].append(_timed(link.stats))
+    for side, link in links.items():
+        measured["wrong"] += link.stats()["transfers"]["kept"] != counts[side]
     return measured
 
 

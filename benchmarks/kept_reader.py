@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT = 120.0
 NAME = "page"
 """The one tensor of a page."""
+CALLS = ("contains", "copy", "get", "page", "batch")
 BLOCKS = 64
 """Blocks of the pool that a reader copies pages into, as an engine's are."""
 
@@ -129,33 +130,41 @@ class KeptReader(CommandSet):
         """See `freeze_gc`."""
         freeze_gc()
 
-    def measure(self, link: str, count: int, gets: int, batch: int, asked: int) -> dict[str, Any]:
-        """Seconds of each call on `count` pages that are kept, and how many pages were wrong."""
+    def measure(self, counts: dict[str, int], gets: int, batch: int, asked: int) -> dict[str, Any]:
+        """Seconds of each call by link, of which each keeps so many pages; how many were wrong.
+
+        The links take turns call by call, each first as often as the other.
+        """
         assert self._pages is not None
-        consumer, pages, rng = self._links[link], self._pages, self._random
-        seconds: dict[str, list[float]] = {
-            name: [] for name in ("contains", "copy", "get", "page", "batch")
-        }
+        links = list(counts)
+        seconds = {link: {name: list[float]() for name in CALLS} for link in links}
         wrong = 0
         for turn in range(gets):
-            keys = keys_of(rng.choices(range(count), k=asked))
-            called = time.perf_counter()
-            found = consumer.contains(keys, timeout=TIMEOUT)
-            seconds["contains"].append(time.perf_counter() - called)
-            wrong += found.count(False)
-            for is_copy in (True, False) if turn % 2 else (False, True):
-                [number] = rng.sample(range(count), 1)
-                if is_copy:
-                    seconds["copy"].append(pages.copy(consumer, number))
-                else:
-                    got, whole = pages.read(consumer, number)
-                    seconds["get"].append(got)
-                    seconds["page"].append(whole)
-        for _ in range(max(1, gets // batch)):
-            numbers = rng.sample(range(count), min(batch, count))
-            seconds["batch"].append(pages.read_batch(consumer, numbers) / len(numbers))
-        wrong, pages.wrong = wrong + pages.wrong, 0
+            for link in links if turn % 2 else links[::-1]:
+                wrong += self._measure_one(link, counts[link], asked, seconds[link])
+        for turn in range(max(2, gets // batch)):
+            for link in links if turn % 2 else links[::-1]:
+                numbers = self._random.sample(range(counts[link]), min(batch, counts[link]))
+                spent = self._pages.read_batch(self._links[link], numbers)
+                seconds[link]["batch"].append(spent / len(numbers))
+        wrong, self._pages.wrong = wrong + self._pages.wrong, 0
         return {"seconds": seconds, "wrong": wrong}
+
+    def _measure_one(
+        self, link: str, count: int, asked: int, seconds: dict[str, list[float]]
+    ) -> int:
+        """Add the seconds of one call of each kind; return the keys that were not there."""
+        assert self._pages is not None
+        consumer, keys = self._links[link], keys_of(self._random.choices(range(count), k=asked))
+        called = time.perf_counter()
+        found = consumer.contains(keys, timeout=TIMEOUT)
+        seconds["contains"].append(time.perf_counter() - called)
+        one, other = self._random.choices(range(count), k=2)
+        seconds["copy"].append(self._pages.copy(consumer, one))
+        got, whole = self._pages.read(consumer, other)
+        seconds["get"].append(got)
+        seconds["page"].append(whole)
+        return found.count(False)
 
     def close_all(self) -> None:
         """Close the links."""
