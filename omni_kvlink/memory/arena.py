@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
-from omni_kvlink.memory.arena_room import ArenaRoom
+from omni_kvlink.memory.arena_index import ArenaIndex
 from omni_kvlink.memory.mapping import Mapping, available_bytes, check_available
 from omni_kvlink.system.threads import start_thread
 from omni_kvlink.system.waits import NEVER, check_deadline
@@ -221,8 +221,8 @@ class ArenaPool:
         self._make, self._retire, self._keep = make, retire, keep
         self._min_arena = (MIN_ARENA if min_arena is None else min_arena) if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
-        self._room = ArenaRoom()
-        self._changed: int | None = None  # an arena that `_room` does not know as it is now
+        self._index = ArenaIndex()
+        self._changed: int | None = None  # an arena that `_index` does not know as it is now
         self._used = self._blocks = 0  # bytes of blocks in arenas, and their number
         self._next_number = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
@@ -460,7 +460,7 @@ class ArenaPool:
         with self._lock:
             self._closed = True
             self._arenas.clear()
-            self._room, self._changed = ArenaRoom(), None
+            self._index, self._changed = ArenaIndex(), None
             self._prefaulted.clear()
             self._mapped = self._used = self._blocks = 0
             self._wake_all()
@@ -506,7 +506,7 @@ class ArenaPool:
         if not self._keep:
             return None  # each arena is as large as its block; there are as many as live payloads
         self._complete()
-        best = self._room.find(nbytes)
+        best = self._index.find(nbytes)
         return None if best is None else self._take(best, nbytes, owner)
 
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
@@ -522,7 +522,7 @@ class ArenaPool:
         return Block(*block)
 
     def _complete(self) -> None:
-        """Have `_room` know the arena that was changed last; the lock is held.
+        """Have `_index` know the arena that was changed last; the lock is held.
 
         Each change begins with it: what an interrupt has cut is completed before anything else.
         """
@@ -531,9 +531,9 @@ class ArenaPool:
             return
         if number in self._arenas:
             arena = self._arenas[number][0]
-            self._room.set(number, arena.largest_hole, 0 if arena.blocks else arena.nbytes)
+            self._index.set(number, arena.largest_hole, 0 if arena.blocks else arena.nbytes)
         else:
-            self._room.set(number, 0, 0)
+            self._index.set(number, 0, 0)
         self._changed = None
 
     def _claim_growth(self, nbytes: int, growth: _Growth) -> bool:
@@ -542,7 +542,7 @@ class ArenaPool:
         Drops empty arenas if the quota requires it.
         """
         self._complete()
-        empty = dict(self._room.empty) if self._keep else {}  # else none is empty
+        empty = dict(self._index.empty) if self._keep else {}  # else none is empty
         reclaimable = sum(empty.values())
         if self._mapped - reclaimable + nbytes > self.quota:
             return False

@@ -55,7 +55,7 @@ ALONE = {
     "zmq+ipc": "connectors/control/ connectors/protocol/fetch_plan.py",
     "inline": "payload/expected.py payload/bundle.py",
     # A packed one needs no room in an arena, and of its transfer only fields are read.
-    "arena": "connectors/protocol/transfer.py memory/arena_room.py",
+    "arena": "connectors/protocol/transfer.py memory/arena_index.py",
 }
 """Folders and files that only some transfers enter."""
 

@@ -1,4 +1,4 @@
-"""`ArenaRoom`: which arena of a pool has room for a block, without a look at each."""
+"""`ArenaIndex`: which arena of a pool has room for a block, without a look at each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NUMBER_BITS = 63
 _NUMBERS = (1 << _NUMBER_BITS) - 1
 
 
-class ArenaRoom:
+class ArenaIndex:
     """The arenas of a pool by their largest hole, and those without a block.
 
     To set and to find is logarithmic in their number; a `set` that an interrupt cuts is repeated.
