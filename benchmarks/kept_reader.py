@@ -70,7 +70,7 @@ class KeptReader(CommandSet):
         self._links: dict[str, KVConsumer] = {}
         self._held: list[Received] = []
         self._random = random.Random(3)
-        self._pages: Pages | None = None
+        self._pages: PagePool | None = None
 
     def connect(self, link: str, url: str) -> None:
         """Connect to a producer."""
@@ -115,7 +115,7 @@ class KeptReader(CommandSet):
 
     def open_pages(self, nbytes: int) -> None:
         """Make the pool for pages of so many bytes."""
-        self._pages = Pages(nbytes)
+        self._pages = PagePool(nbytes)
 
     def warm(self, link: str, count: int, batch: int) -> None:
         """Get each page once, so that all memory is mapped, and have that be touched."""
@@ -173,7 +173,7 @@ class KeptReader(CommandSet):
             link.close()
 
 
-class Pages:
+class PagePool:
     """A pool of blocks, the bytes that pages have, and the ways to fill a block with a page.
 
     Each call compares its blocks with those bytes after the clock has stopped; `wrong` counts.
