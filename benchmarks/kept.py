@@ -227,8 +227,8 @@ def _round(
     page: torch.Tensor,
 ) -> dict[str, Any]:
     """The seconds of each call at both ends, by link, and the number of wrong pages."""
-    limits = {"gets": setup.gets, "batch": setup.batch, "asked": ASKED}
-    measured: dict[str, Any] = reader.call("measure", counts=counts, **limits)
+    sizes = {"gets": setup.gets, "batch": setup.batch, "num_keys": ASKED}
+    measured: dict[str, Any] = reader.call("measure", counts=counts, **sizes)
     for seconds in measured["seconds"].values():
         seconds |= {"put": [], "withdraw": [], "stats": []}
     data, order = TensorTransferData(EXTRA, {NAME: page}), list(links)

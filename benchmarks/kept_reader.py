@@ -130,7 +130,9 @@ class KeptReader(CommandSet):
         """See `freeze_gc`."""
         freeze_gc()
 
-    def measure(self, counts: dict[str, int], gets: int, batch: int, asked: int) -> dict[str, Any]:
+    def measure(
+        self, counts: dict[str, int], gets: int, batch: int, num_keys: int
+    ) -> dict[str, Any]:
         """Seconds of each call by link, of which each keeps so many pages; how many were wrong.
 
         The links take turns call by call, each first as often as the other.
@@ -141,7 +143,7 @@ class KeptReader(CommandSet):
         wrong = 0
         for turn in range(gets):
             for link in links if turn % 2 else links[::-1]:
-                wrong += self._measure_one(link, counts[link], asked, seconds[link])
+                wrong += self._measure_one(link, counts[link], num_keys, seconds[link])
         for turn in range(max(2, gets // batch)):
             for link in links if turn % 2 else links[::-1]:
                 numbers = self._random.sample(range(counts[link]), min(batch, counts[link]))
@@ -151,11 +153,11 @@ class KeptReader(CommandSet):
         return {"seconds": seconds, "wrong": wrong}
 
     def _measure_one(
-        self, link: str, count: int, asked: int, seconds: dict[str, list[float]]
+        self, link: str, count: int, num_keys: int, seconds: dict[str, list[float]]
     ) -> int:
         """Add the seconds of one call of each kind; return the keys that were not there."""
         assert self._pages is not None
-        consumer, keys = self._links[link], keys_of(self._random.choices(range(count), k=asked))
+        consumer, keys = self._links[link], keys_of(self._random.choices(range(count), k=num_keys))
         called = time.perf_counter()
         found = consumer.contains(keys, timeout=TIMEOUT)
         seconds["contains"].append(time.perf_counter() - called)

@@ -422,7 +422,7 @@ def steps_among(count: int) -> dict[str, int]:
     bench = Bench()
     keys = [f"k{number}" for number in range(count)]
     kept = [bench.keep(key) for key in keys]
-    middle, asked = count // 2, keys[-8:]
+    middle, last = count // 2, keys[-8:]
     new = bench.make("new")
 
     def get() -> None:
@@ -433,7 +433,7 @@ def steps_among(count: int) -> dict[str, int]:
         "put": lambda: bench.commit_kept(new),
         "get": get,
         "miss": lambda: bench.request("a", 2, "none", waits=False),
-        "contains": lambda: bench.contains(*asked),
+        "contains": lambda: bench.contains(*last),
         "stats": bench.transfers.stats,
         "tick": lambda: bench.transfers.tick(1.0),
         "withdraw": lambda: bench.transfers.withdraw("new"),
