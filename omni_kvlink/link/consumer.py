@@ -205,8 +205,7 @@ class KVConsumer(LinkEnd):
             PeerLostError: the producer is gone, and did not come back in time.
         """
         self._check_open()
-        keys = [request.key for request in get_requests(request_ids)]
-        return self._end.contains(keys, timeout=check_timeout(timeout))
+        return self._end.contains(check_ids(request_ids), timeout=check_timeout(timeout))
 
     @property
     def is_connected(self) -> bool:
@@ -276,11 +275,16 @@ def begin(
 
 
 def get_requests(request_ids: Iterable[str], *, wait: bool = True) -> list[GetRequest]:
-    """Return a request for each id, also of a generator; SchemaError for a single one."""
+    """Return a request for each id, as of `check_ids`."""
+    _FLAG.read(wait, "wait")
+    return [GetRequest(each, waits=wait) for each in check_ids(request_ids)]
+
+
+def check_ids(request_ids: Iterable[str]) -> list[str]:
+    """Return request ids, also those of a generator; SchemaError for a single one."""
     if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
         raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    _FLAG.read(wait, "wait")
-    return [GetRequest(check_request_id(each), waits=wait) for each in request_ids]
+    return list(map(check_request_id, request_ids))
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:

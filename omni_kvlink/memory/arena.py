@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
+from omni_kvlink.memory.arena_index import ArenaIndex
 from omni_kvlink.memory.mapping import Mapping, available_bytes, check_available
 from omni_kvlink.system.threads import start_thread
 from omni_kvlink.system.waits import NEVER, check_deadline
@@ -220,6 +221,9 @@ class ArenaPool:
         self._make, self._retire, self._keep = make, retire, keep
         self._min_arena = (MIN_ARENA if min_arena is None else min_arena) if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
+        self._index = ArenaIndex()
+        self._changed: int | None = None  # an arena that `_index` does not know as it is now
+        self._used = self._blocks = 0  # bytes of blocks in arenas, and their number
         self._next_number = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
         self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
@@ -328,11 +332,13 @@ class ArenaPool:
             elif number not in self._arenas:  # closing drops arenas that still have blocks
                 owner.block = None
             else:
+                self._complete()
                 arena = self._arenas[number][0]
-                change = arena.plan_free(offset)
+                used, blocks = self._used - nbytes, self._blocks - 1
+                freed = arena.plan_free(offset), None, number, used, blocks
                 # In one line: an interrupt comes before it or after it.
-                arena.change, owner.block = change, None
-                arena.complete()
+                arena.change, owner.block, self._changed, self._used, self._blocks = freed
+                self._complete()
                 if not self._keep and not arena.blocks:
                     self._drop(number)
             self._wake_all()
@@ -419,20 +425,32 @@ class ArenaPool:
         with self._lock:
             return list(self._prefaulted)
 
+    def find_first(self, nbytes: int) -> list[int]:
+        """The numbers of the oldest arenas that are kept for reuse, of `nbytes` together at most.
+
+        Those that were mapped ahead come first, however large they are.
+        """
+        with self._lock:
+            found = dict(self._prefaulted)
+            for number, (arena, _) in self._arenas.items() if self._keep else ():
+                nbytes -= arena.nbytes
+                if nbytes < 0:
+                    break
+                found[number] = None
+            return list(found)
+
     def stats(self) -> dict[str, Any]:
         """Return bytes (quota, mapped, used), counts (arenas, blocks, waiting threads), `prefault`.
 
         `prefault` has the bytes requested and mapped, how long that took, and the error.
         """
         with self._lock:
-            arenas = [arena for arena, _ in self._arenas.values()]
-            free = sum(arena.free_nbytes for arena in arenas)
             return {
                 "quota": self.quota,
                 "mapped": self._mapped,
-                "used": sum(arena.nbytes for arena in arenas) - free + self._outside,
-                "arenas": len(arenas),
-                "blocks": sum(arena.blocks for arena in arenas) + self._shares,
+                "used": self._used + self._outside,
+                "arenas": len(self._arenas),
+                "blocks": self._blocks + self._shares,
                 "waiting": len(self._waiters),
                 "prefault": dict(self._prefault),
             }
@@ -442,8 +460,9 @@ class ArenaPool:
         with self._lock:
             self._closed = True
             self._arenas.clear()
+            self._index, self._changed = ArenaIndex(), None
             self._prefaulted.clear()
-            self._mapped = 0
+            self._mapped = self._used = self._blocks = 0
             self._wake_all()
 
     def _find(
@@ -486,29 +505,44 @@ class ArenaPool:
     def _allocate(self, nbytes: int, owner: BlockOwner) -> Block | None:
         if not self._keep:
             return None  # each arena is as large as its block; there are as many as live payloads
-        best, least = None, self.quota + 1
-        for number, (arena, _) in self._arenas.items():
-            if nbytes <= (hole := arena.largest_hole) < least:
-                best, least = number, hole
+        self._complete()
+        best = self._index.find(nbytes)
         return None if best is None else self._take(best, nbytes, owner)
 
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
         """Reserve a block in an arena that has room."""
+        self._complete()
         arena = self._arenas[number][0]
         change = arena.plan_block(nbytes)
-        block = number, change[2], nbytes
+        block, used, blocks = (number, change[2], nbytes), self._used + nbytes, self._blocks + 1
+        values = change, block, number, used, blocks
         # In one line: an interrupt comes before it or after it.
-        arena.change, owner.block = change, block
-        arena.complete()
+        arena.change, owner.block, self._changed, self._used, self._blocks = values
+        self._complete()
         return Block(*block)
+
+    def _complete(self) -> None:
+        """Have `_index` know the arena that was changed last; the lock is held.
+
+        Each change begins with it: what an interrupt has cut is completed before anything else.
+        """
+        number = self._changed
+        if number is None:
+            return
+        if number in self._arenas:
+            arena = self._arenas[number][0]
+            self._index.set(number, arena.largest_hole, 0 if arena.blocks else arena.nbytes)
+        else:
+            self._index.set(number, 0, 0)
+        self._changed = None
 
     def _claim_growth(self, nbytes: int, growth: _Growth) -> bool:
         """Claim quota for a new arena; False if the quota does not allow one.
 
         Drops empty arenas if the quota requires it.
         """
-        arenas = self._arenas.items() if self._keep else ()  # else none is empty
-        empty = {number: arena.nbytes for number, (arena, _) in arenas if not arena.blocks}
+        self._complete()
+        empty = dict(self._index.empty) if self._keep else {}  # else none is empty
         reclaimable = sum(empty.values())
         if self._mapped - reclaimable + nbytes > self.quota:
             return False
@@ -523,7 +557,9 @@ class ArenaPool:
     def _drop(self, number: int) -> None:
         arenas = self._arenas.copy()
         arena, _ = arenas.pop(number)
-        self._arenas, self._mapped = arenas, self._mapped - arena.nbytes
+        mapped = self._mapped - arena.nbytes
+        self._arenas, self._mapped, self._changed = arenas, mapped, number
+        self._complete()
         self._prefaulted.pop(number, None)
         self._retire(number)
 
@@ -531,8 +567,11 @@ class ArenaPool:
         """Add an arena and return its number; the lock is held."""
         if self._closed:
             raise ClosedError("the arena pool was closed while it grew")
+        self._complete()
         number, arena = self._next_number, Arena(growth.nbytes)
-        self._arenas[number], self._next_number, growth.nbytes = (arena, mapping), number + 1, 0
+        values = (arena, mapping), number + 1, 0, number
+        self._arenas[number], self._next_number, growth.nbytes, self._changed = values
+        self._complete()
         self._wake_all()
         return number
 

@@ -46,15 +46,16 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "shm": Case("shm", 1024, files=25, functions=188),
-    "inline": Case("shm", 1, files=26, functions=142),
-    "zmq+ipc": Case("zmq+ipc", 1024, files=28, functions=312),
+    "shm": Case("shm", 1024, files=26, functions=188),
+    "inline": Case("shm", 1, files=27, functions=142),
+    "zmq+ipc": Case("zmq+ipc", 1024, files=29, functions=312),
 }
 ALONE = {
     "shm": "connectors/shm/",
     "zmq+ipc": "connectors/control/ connectors/protocol/fetch_plan.py",
     "inline": "payload/expected.py payload/bundle.py",
-    "arena": "connectors/protocol/transfer.py",  # of a packed one only fields are read
+    # A packed one needs no room in an arena, and of its transfer only fields are read.
+    "arena": "connectors/protocol/transfer.py memory/arena_index.py",
 }
 """Folders and files that only some transfers enter."""
 

@@ -21,6 +21,7 @@ from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block, Holder
 from omni_kvlink.memory.mapping import STEP, Mapping
 from omni_kvlink.testing.rig import until
 from support.payloads.strategies import EXAMPLES
+from support.processes.line_counts import count_lines
 from support.processes.line_interrupts import interrupted
 
 if TYPE_CHECKING:
@@ -450,6 +451,76 @@ def test_a_block_among_many_costs_no_more_than_one_among_few() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * GRAIN
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_block_among_many_arenas_takes_no_more_steps_than_among_few(*, keep: bool) -> None:
+    """Kept payloads fill hundreds of arenas, and each put, eviction and `stats` asks the pool."""
+
+    def steps_among(count: int) -> dict[str, int]:
+        arenas = ArenaPool(Mapping.anonymous, count * GRAIN, keep=keep, min_arena=GRAIN)
+        owners = [Holder() for _ in range(count)]
+        for owner in owners:
+            arenas.reserve(GRAIN, owner)
+        middle, last = owners[count // 2], owners[-1]
+        calls: dict[str, Callable[[], object]] = {
+            "no room": lambda: arenas.try_reserve(GRAIN),
+            "stats": arenas.stats,
+            "release": partial(arenas.release, middle),
+            "reserve": partial(arenas.reserve, GRAIN, middle),
+            "release, the last": partial(arenas.release, last),
+            "reserve again": partial(arenas.reserve, GRAIN, last),
+        }
+        steps = {name: count_lines(call) for name, call in calls.items()}
+        assert arenas.stats()["used"] == count * GRAIN
+        return steps
+
+    few, many = steps_among(4), steps_among(200)
+    assert many == few
+
+
+@pytest.mark.parametrize("call", ["reserve", "release", "grow", "drop"])
+def test_an_interrupt_at_any_line_forgets_the_room_of_no_arena(call: str) -> None:
+    """Whatever it cuts, all arenas can be filled afterwards, each block once."""
+    for number in itertools.count():
+        arenas = ArenaPool(Mapping.anonymous, 5 * GRAIN, min_arena=GRAIN)
+        owners = [Holder() for _ in range(4)]
+        for owner in owners:
+            arenas.reserve(GRAIN, owner)
+        arenas.release(owners[1])
+        arenas.release(owners[3])
+        new = Holder()
+        calls: dict[str, Callable[[], object]] = {
+            "reserve": partial(arenas.try_reserve, GRAIN, new),
+            "release": partial(arenas.release, owners[2]),
+            "grow": partial(arenas.reserve, 2 * GRAIN, new),
+            "drop": partial(arenas.reserve, 3 * GRAIN, new),
+        }
+        was_interrupted = interrupted(number, calls[call], [])
+        arenas.release(new)
+        for owner in owners:
+            arenas.release(owner)
+        owners = [Holder() for _ in range(5)]
+        for owner in owners:
+            arenas.reserve(GRAIN, owner)
+        blocks = {owner.block for owner in owners}
+        assert len(blocks) == 5
+        stats = arenas.stats()
+        assert (stats["used"], stats["blocks"], stats["mapped"]) == (5 * GRAIN, 5, 5 * GRAIN)
+        if not was_interrupted:
+            break
+    assert number > 10
+
+
+def test_the_first_arenas_are_no_more_than_a_reader_should_map() -> None:
+    arenas = ArenaPool(Mapping.anonymous, 8 * GRAIN, min_arena=GRAIN)
+    for _ in range(4):
+        arenas.reserve(GRAIN)
+    assert arenas.find_first(3 * GRAIN) == [0, 1, 2]
+    assert arenas.find_first(GRAIN - 1) == []
+    sealed = ArenaPool(Mapping.anonymous, 8 * GRAIN, keep=False)
+    sealed.reserve(GRAIN)
+    assert sealed.find_first(3 * GRAIN) == []
 
 
 def test_the_cyclic_collector_forgets_a_block() -> None:

@@ -10,6 +10,7 @@ A key may end in an identity, "name@" and 32 hexadecimal digits: see `CacheIdent
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 IDENTITY_CHARS = 33
 """Characters of the identity at the end of a key: "@", and the digits."""
+_LOOKED_AT = 64
+"""Payloads at which one search for those that are idle unknown to the table looks, at most."""
 OTHER_IDENTITY = "the producer keeps it under another identity, whose bytes would be wrong"
 
 
@@ -46,7 +49,7 @@ class KeptTable:
 
     def __init__(self, live: Mapping[str, Transfer]):
         self._live = live
-        self._kept: dict[str, Transfer] = {}
+        self._kept: OrderedDict[str, Transfer] = OrderedDict()  # in the order of the search
         self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
         self._names: Counter[str] = Counter()  # of kept keys that have an identity
         self.on_idle: Callable[[], None] = lambda: None
@@ -89,16 +92,32 @@ class KeptTable:
     def find_least_recent(self) -> Transfer | None:
         """Return the least recently used payload whose memory nothing uses; None if all are used.
 
-        One that an interrupt has lost is found when there is no other.
+        One that an interrupt has lost is found when there is no other: each call looks at a few,
+        so that a put which finds all in use holds up nobody.
         """
         for transfer in self._idle.values():
             if transfer.is_idle:
                 return transfer
-        return next((transfer for transfer in self._kept.values() if transfer.is_idle), None)
+        for key in list(islice(self._kept, _LOOKED_AT)):
+            if (transfer := self._kept[key]).is_idle:
+                return transfer
+            self._kept.move_to_end(key)
+        return None
 
     def contains(self, keys: Sequence[str], now: float) -> tuple[bool, ...]:
         """Return whether each key has a complete payload that a reader would get at once."""
-        return tuple([self._is_here(key, now) for key in keys])
+        found, live, idle = [], self._live, self._idle
+        for key in keys:
+            transfer = live.get(key)
+            if transfer is not None and transfer.is_offerable and now < transfer.expires:
+                if key in idle:
+                    idle.move_to_end(key)
+                found.append(True)
+            else:
+                found.append(transfer is None and self._is_backed(key))
+                if not found[-1]:
+                    self.count_miss(key)
+        return tuple(found)
 
     def count_miss(self, key: str) -> str:
         """Count a reader that did not find a key; return why, if it is here otherwise, or ""."""
@@ -111,16 +130,8 @@ class KeptTable:
             return OTHER_IDENTITY
         return ""
 
-    def _is_here(self, key: str, now: float) -> bool:
-        transfer = self._live.get(key)
-        if transfer is None and self.backing is not None and self.backing.holds(key):
-            return True
-        if transfer is None or not transfer.is_offerable or now >= transfer.expires:
-            self.count_miss(key)
-            return False
-        if key in self._idle:
-            self._idle.move_to_end(key)
-        return True
+    def _is_backed(self, key: str) -> bool:
+        return self.backing is not None and self.backing.holds(key)
 
 
 def name_of(key: str) -> str:

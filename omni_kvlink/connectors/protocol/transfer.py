@@ -25,6 +25,7 @@ Claim = tuple[Peer, int]
 
 # To compare states takes four times as long.
 _FINAL = frozenset(("released", "failed", "expired", "withdrawn", "evicted"))
+_OFFERABLE = frozenset(("committed", "leased"))
 
 
 class TransferState(enum.Enum):
@@ -168,12 +169,12 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
     def is_idle(self) -> bool:
         """Whether it is complete, and nothing uses its memory."""
         is_used = self.leases or self.pins or self.views or self.has_writer
-        return self.state is TransferState.COMMITTED and not is_used
+        return self.state._value_ == "committed" and not is_used
 
     @property
     def is_offerable(self) -> bool:
         """Whether it is complete and readers are missing."""
-        return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
+        return self.unclaimed > 0 and self.state._value_ in _OFFERABLE
 
 
 class Ledger(msgspec.Struct, gc=False):

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 MAX_PEERS = 1024
 MAX_GREETING = 128
 """Connections that may be without a Hello; one more disconnects the oldest."""
+_PASSED_FIRST = 1 << 30
+"""Bytes of memory that a reader is passed when it connects, before it asks for a payload in it.
+
+It maps them while nobody waits. More would be mapped by readers that need little of it.
+"""
 _ACCEPT_PAUSE = 1.0
 """Seconds without accepting, after it failed for want of a descriptor and none was closed here."""
 
@@ -294,7 +299,7 @@ class ShmListener(Listener):
         peer.set_path(SHM_PATH)
         self._greeting.pop(peer, None)
         peer.channel.send(self._producer.hello)
-        for arena in self._producer.pool.prefaulted:
+        for arena in self._producer.pool.find_first(_PASSED_FIRST):
             self._pass_ahead_in_loop(peer, arena)
 
     def _on_exit_in_loop(self, peer: ShmPeerConnection) -> None:

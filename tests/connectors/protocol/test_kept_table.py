@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from omni_kvlink import DuplicateKeyError
@@ -13,8 +15,13 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
 )
 from omni_kvlink.connectors.protocol.phases import MISSING
+from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
 from omni_kvlink.kept import CacheIdentity
 from support.connectors.transfer_tables import HERE, Bench, offer, state_of
+from support.processes.line_counts import count_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Reaches into _kept, _idle, _names, _tombstones, _expiries: what a table remembers is bounded.
 
@@ -405,3 +412,65 @@ def test_what_is_remembered_of_them_is_bounded(bench: Bench) -> None:
     assert sizes == (10, 10, 10, 10)
     assert len(bench.transfers._tombstones.delivered) <= 4096
     assert len(bench.transfers._expiries) < 200
+
+
+# What grows with their number
+
+
+def steps_among(count: int) -> dict[str, int]:
+    """The lines that each call runs while `count` payloads are kept."""
+    bench = Bench()
+    keys = [f"k{number}" for number in range(count)]
+    kept = [bench.keep(key) for key in keys]
+    middle, last = count // 2, keys[-8:]
+    new = bench.make("new")
+
+    def get() -> None:
+        bench.request("a", 1, keys[middle])
+        bench.release("a", 1, kept[middle])
+
+    calls: dict[str, Callable[[], object]] = {
+        "put": lambda: bench.commit_kept(new),
+        "get": get,
+        "miss": lambda: bench.request("a", 2, "none", waits=False),
+        "contains": lambda: bench.contains(*last),
+        "stats": bench.transfers.stats,
+        "tick": lambda: bench.transfers.tick(1.0),
+        "withdraw": lambda: bench.transfers.withdraw("new"),
+        "disconnect": lambda: bench.transfers.on_disconnect("a"),
+        "lost": lambda: bench.transfers.on_peer_lost("a"),
+        "evict": bench.transfers.evict,
+    }
+    return {name: count_lines(call) for name, call in calls.items()}
+
+
+def test_no_call_takes_more_steps_where_more_is_kept() -> None:
+    assert steps_among(2000) == steps_among(20)
+
+
+def all_read(bench: Bench, count: int) -> list[Transfer]:
+    """Keep payloads that a reader has, each."""
+    kept = [bench.keep(f"k{number}") for number in range(count)]
+    for number in range(count):
+        bench.request("a", number, f"k{number}")
+    return kept
+
+
+def test_a_put_that_finds_all_in_use_does_not_look_at_all() -> None:
+    """It would hold the lock of every reader meanwhile, and once more for each wake."""
+    steps = list[int]()
+    for count in (300, 3000):
+        bench = Bench()
+        all_read(bench, count)
+        steps.append(count_lines(bench.transfers.evict))
+        assert bench.transfers.stats()["kept"] == count
+    assert steps[0] == steps[1]
+
+
+def test_what_an_interrupt_has_lost_is_evicted_in_the_end() -> None:
+    bench = Bench()
+    kept = all_read(bench, 300)
+    bench.transfers.kept.lease(kept[250])
+    kept[250].leases, kept[250].state = frozenset(), TransferState.COMMITTED
+    assert [bench.transfers.evict() for _ in range(4)] == [False, False, False, True]
+    assert state_of(kept[250]) == "evicted"

@@ -155,3 +155,17 @@ def test_without_a_thread_pages_are_touched_by_their_readers(
         monkeypatch.setattr(threading.Thread, "start", refuse)
         transfer(producer, consumer, "first")
         assert mapped(consumer)["touched"] < PREFAULT <= mapped(consumer)["nbytes"]
+
+
+def test_what_is_kept_is_mapped_before_a_new_reader_asks(sockets: str) -> None:
+    with KVLink.serve("shm://kept-first", directory=sockets) as producer:
+        data = TensorTransferData("k", {"x": torch.arange(PREFAULT // 8)})
+        producer.put(data, readers=None)
+        with KVLink.connect("shm://kept-first", directory=sockets, timeout=60) as consumer:
+            until_passed(producer, consumer)
+            before = mapped(consumer)
+            assert before["nbytes"] >= PREFAULT
+            with consumer.get("k", timeout=60, wait=False) as found:
+                assert isinstance(found, TensorTransferData)
+                assert torch.equal(found["x"], data["x"])
+            assert mapped(consumer)["arenas"] == before["arenas"]

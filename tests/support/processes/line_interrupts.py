@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROOT = Path(omni_kvlink.__file__).parent
-TRACED = (str(ROOT / "link"), str(ROOT / "connectors"), str(ROOT / "memory" / "arena.py"))
+TRACED = (str(ROOT / "link"), str(ROOT / "connectors"), str(ROOT / "memory" / "arena"))
 LOCKING = threading.__file__, str(Path(futures.__file__).parent)
 """Python's own conditions and futures, whose functions a handler may end after their last line."""
 WRAPPERS = ("with ", "try:", "finally:", "pass", "def ", "@")
