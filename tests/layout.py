@@ -96,6 +96,7 @@ ONLY = {
         "_native",
         "payload.digests",
         "payload.format",
+        "payload.layout_cache",
         "payload.manifest",
         "connectors",
     },

@@ -53,7 +53,7 @@ def read_cache(data: Payload) -> tuple[KVCacheTransferData, torch.Tensor | None]
 
 
 def read_match(
-    received: Received, found: Found | None, requested: int, *, verify: bool = False
+    received: Received, hit: Found | None, requested: int, *, verify: bool = False
 ) -> Match:
     """The tokens that were found, as views of a payload of K and V, which the match releases.
 
@@ -67,11 +67,11 @@ def read_match(
     try:
         cache, hidden = read_cache(received.data)
         rows = 0 if hidden is None else len(hidden)
-        found = found or Found(cache.metadata.seq_len, row=rows - 1 if rows else None)
-        found.check(requested)
-        tokens, row = found.tokens, found.row
+        hit = hit or Found(cache.metadata.seq_len, row=rows - 1 if rows else None)
+        hit.check(requested)
+        tokens, row = hit.tokens, hit.row
         if not 0 < tokens <= cache.metadata.seq_len or (row is not None and row >= rows):
-            raise SchemaError(f"{cache!r} with {rows} hidden states is not {found}")
+            raise SchemaError(f"{cache!r} with {rows} hidden states is not {hit}")
         if verify:
             verify_part(received, _specs(received, tokens, with_hidden=row is not None))
     except BaseException:

@@ -227,14 +227,14 @@ class LookupConsumer:
         if not stores:
             raise SchemaError("no producer to ask: add(link)")
         while True:
-            found: Found | None = None
+            hit: Found | None = None
             store: _RemoteStore | None = stores[0]
             if len(stores) > 1:
-                store, found = self._best(stores, prompt, wait, deadline)
+                store, hit = self._best(stores, prompt, wait, deadline)
             if store is None:
                 return Match(count(prompt))
             try:
-                match = self._fetch(store, found, prompt, wait, deadline)
+                match = self._fetch(store, hit, prompt, wait, deadline)
             except PeerLostError as error:
                 if not self._exclude(store, stores, error):
                     raise
@@ -264,29 +264,29 @@ class LookupConsumer:
     def _fetch(
         self,
         store: _RemoteStore,
-        found: Found | None,
+        hit: Found | None,
         prompt: bytes,
         wait: bool,
         deadline: Deadline,
     ) -> Match | None:
-        """K and V from one producer, of what was `found` there; None if it was evicted since."""
+        """K and V from one producer, of what the producer found; None if it was evicted since."""
         requested, is_mapped = count(prompt), store.is_mapped
-        if found is None or (found.is_part and not is_mapped):
+        if hit is None or (hit.is_part and not is_mapped):
             question = _question(prompt, deadline, wait=wait, copy=not is_mapped)
             received = store.send(question, prompt, deadline).receive(deadline, self._verify)
             if isinstance(received.data, KVCacheBundle):
                 return read_match(received, None, requested)
             with received as data:
-                found = messages.read_found(data, requested)
-        if not found.tokens:
+                hit = messages.read_found(data, requested)
+        if not hit.tokens:
             return Match(requested)
         verify: Verify = "off" if self._verify == "off" else "auto"
         limit = deadline.seconds_left()
         try:
-            received = store.link.get(found.entry, timeout=limit, verify=verify, wait=False)
+            received = store.link.get(hit.entry, timeout=limit, verify=verify, wait=False)
         except TransferFailed:  # or a reader found it damaged: the producer has dropped it
             return None
-        return read_match(received, found, requested, verify=self._verify == "full")
+        return read_match(received, hit, requested, verify=self._verify == "full")
 
     def _best(
         self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: Deadline
@@ -307,13 +307,13 @@ class LookupConsumer:
                     answer = pending.pop(future)
                     try:
                         with answer.receive(deadline, "auto") as data:
-                            found = messages.read_found(data, count(prompt))
+                            hit = messages.read_found(data, count(prompt))
                     except PeerLostError as error:
                         if not self._exclude(answer.store, stores, error):
                             raise
                     else:
-                        if found.tokens > best[1].tokens:
-                            best = answer.store, found
+                        if hit.tokens > best[1].tokens:
+                            best = answer.store, hit
         finally:
             for answer in pending.values():
                 answer.get.cancel()

@@ -112,6 +112,6 @@ def read_prompt(data: Payload, question: Question) -> bytes:
 
 def read_found(data: Payload, requested: int) -> Found:
     """The `Found` about `requested` tokens in a payload; SchemaError if it is none."""
-    found = read_message(data, Found)
-    found.check(requested)
-    return found
+    hit = read_message(data, Found)
+    hit.check(requested)
+    return hit

@@ -175,16 +175,16 @@ class LookupProducer:
                 self._link.fail(request.question.answer, str(error))
 
     def _answer(self, request: _OpenQuestion) -> None:
-        key, found = request.question.answer, self._store.find(request.prompt)
-        if request.question.copy and found.is_part:
-            self._answer_by_copy(key, request.prompt, found)
+        key, hit = request.question.answer, self._store.find(request.prompt)
+        if request.question.copy and hit.is_part:
+            self._answer_by_copy(key, request.prompt, hit)
         else:
-            self._link.put(messages.message_payload(key, found), ttl=TTL, timeout=0.0)
+            self._link.put(messages.message_payload(key, hit), ttl=TTL, timeout=0.0)
         self.answered += 1
 
-    def _answer_by_copy(self, key: str, prompt: bytes, found: messages.Found) -> None:
+    def _answer_by_copy(self, key: str, prompt: bytes, hit: messages.Found) -> None:
         """Put the tokens that match, as a payload of their own, each byte checked."""
-        with self._store.lease(prompt, found, verify=True) as match:
+        with self._store.lease(prompt, hit, verify=True) as match:
             if match.data is None:  # it was evicted since
                 payload: Payload = messages.message_payload(key, messages.Found(0))
             else:

@@ -174,25 +174,25 @@ class PrefixStore:
     def find(self, key: bytes) -> Found:
         """Return what is here of an encoded prompt; it may be evicted before it is got."""
         with self._lock:
-            found, requested = self._find(key), count(key)
+            hit, requested = self._find(key), count(key)
             self._counters["tokens_requested"] += requested
-            self._counters["tokens_found"] += found.tokens
-            kind = "missed" if not found.tokens else "partial" if found.row is None else "complete"
+            self._counters["tokens_found"] += hit.tokens
+            kind = "missed" if not hit.tokens else "partial" if hit.row is None else "complete"
             self._counters[kind] += 1
-        return found
+        return hit
 
-    def lease(self, key: bytes, found: Found | None = None, *, verify: bool = False) -> Match:
+    def lease(self, key: bytes, hit: Found | None = None, *, verify: bool = False) -> Match:
         """`select` of an encoded prompt, without waiting; of what was `found`, if that is kept yet.
 
         With `verify`, every byte was compared with its digest; IntegrityError if one is wrong.
         """
-        found, requested = found or self.find(key), count(key)
-        while found.tokens:
-            received = open_kept(self.link, found.entry)
+        hit, requested = hit or self.find(key), count(key)
+        while hit.tokens:
+            received = open_kept(self.link, hit.entry)
             if received is not None:
-                return read_match(received, found, requested, verify=verify)
+                return read_match(received, hit, requested, verify=verify)
             with self._lock:  # it was evicted since
-                found = self._find(key)
+                hit = self._find(key)
         return Match(requested)
 
     def watch(self, watcher: Callable[[], None]) -> None:

@@ -431,13 +431,13 @@ class ArenaPool:
         Those that were mapped ahead come first, however large they are.
         """
         with self._lock:
-            found = dict(self._prefaulted)
+            numbers = dict(self._prefaulted)
             for number, (arena, _) in self._arenas.items() if self._keep else ():
                 nbytes -= arena.nbytes
                 if nbytes < 0:
                     break
-                found[number] = None
-            return list(found)
+                numbers[number] = None
+            return list(numbers)
 
     def stats(self) -> dict[str, Any]:
         """Return bytes (quota, mapped, used), counts (arenas, blocks, waiting threads), `prefault`.

@@ -26,13 +26,13 @@ class ArenaIndex:
         by_hole, former = self._by_hole, self._holes.get(number, 0)
         if former != hole:
             key = former << _NUMBER_BITS | number
-            at = bisect_left(by_hole, key)
-            if at < len(by_hole) and by_hole[at] == key:
-                del by_hole[at]
+            position = bisect_left(by_hole, key)
+            if position < len(by_hole) and by_hole[position] == key:
+                del by_hole[position]
             key = hole << _NUMBER_BITS | number
-            at = bisect_left(by_hole, key)
-            if hole and (at == len(by_hole) or by_hole[at] != key):
-                by_hole.insert(at, key)
+            position = bisect_left(by_hole, key)
+            if hole and (position == len(by_hole) or by_hole[position] != key):
+                by_hole.insert(position, key)
             self._holes[number] = hole  # last: after an interrupt, all is done again
         if not hole:
             self._holes.pop(number, None)
@@ -43,5 +43,5 @@ class ArenaIndex:
 
     def find(self, nbytes: int) -> int | None:
         """The number of the arena with the least hole that has `nbytes`, or None."""
-        at = bisect_left(self._by_hole, nbytes << _NUMBER_BITS)
-        return self._by_hole[at] & _NUMBERS if at < len(self._by_hole) else None
+        position = bisect_left(self._by_hole, nbytes << _NUMBER_BITS)
+        return self._by_hole[position] & _NUMBERS if position < len(self._by_hole) else None

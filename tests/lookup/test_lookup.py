@@ -480,7 +480,7 @@ def test_each_select_has_its_own_deadline(shm: LookupStages) -> None:
 
 def test_a_question_waits_for_memory_as_long_as_its_select(shm: LookupStages) -> None:
     lookup = shm.start()
-    memory = TensorTransferData("m", {"m": torch.empty(8_300_000, dtype=torch.uint8)})
+    memory = TensorTransferData("m", {"m": torch.empty(16_600_000, dtype=torch.uint8)})
     allocation = shm.questions.allocate(memory)
     with pytest.raises(CapacityError, match=r"after [012]\.\d+ s"):
         lookup.select(range(60000), timeout=3.0)

@@ -32,7 +32,7 @@ class Expiries:
             return
         if len(self._heap) > 2 * num_live + MAX_EXPIRED:
             # Most have ended long before their time; they must not be kept until then.
-            self._heap = [one for one in self._heap if not one[2].state.is_final]
+            self._heap = [entry for entry in self._heap if not entry[2].state.is_final]
             heapq.heapify(self._heap)
         # First: after an interrupt it is there twice at most.
         heapq.heappush(self._heap, (transfer.expires, transfer.epoch, transfer))

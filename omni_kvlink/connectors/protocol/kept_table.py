@@ -106,18 +106,18 @@ class KeptTable:
 
     def contains(self, keys: Sequence[str], now: float) -> tuple[bool, ...]:
         """Return whether each key has a complete payload that a reader would get at once."""
-        found, live, idle = [], self._live, self._idle
+        answers, live, idle = [], self._live, self._idle
         for key in keys:
             transfer = live.get(key)
             if transfer is not None and transfer.is_offerable and now < transfer.expires:
                 if key in idle:
                     idle.move_to_end(key)
-                found.append(True)
+                answers.append(True)
             else:
-                found.append(transfer is None and self._is_backed(key))
-                if not found[-1]:
+                answers.append(transfer is None and self._is_backed(key))
+                if not answers[-1]:
                     self.count_miss(key)
-        return tuple(found)
+        return tuple(answers)
 
     def count_miss(self, key: str) -> str:
         """Count a reader that did not find a key; return why, if it is here otherwise, or ""."""

@@ -1,4 +1,4 @@
-"""What a get that waits, or fails, is told of its payload."""
+"""Texts that tell a get which waits, or fails, about its payload."""
 
 from __future__ import annotations
 

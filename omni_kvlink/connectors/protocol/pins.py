@@ -40,11 +40,11 @@ class Pins:
 
     def by_peer(self, peer: Peer) -> list[tuple[Transfer, set[Claim]]]:
         """The transfers that a peer has pinned, and its pins of each."""
-        found = [
+        own = [
             (transfer, {pin for pin in transfer.pins if pin[0] == peer})
             for transfer in self._transfers.values()
         ]
-        return [(transfer, pins) for transfer, pins in found if pins]
+        return [(transfer, pins) for transfer, pins in own if pins]
 
     def nbytes(self) -> Counter[Peer]:
         """The bytes of the payloads that each disconnected peer may still read."""
@@ -54,8 +54,8 @@ class Pins:
                 nbytes[peer] += transfer.location.nbytes if transfer.location is not None else 0
         return nbytes
 
-    def after(self, epoch: int, limit: int) -> list[Transfer]:
-        """Those above an epoch, in the order of their epochs, `limit` of them at most."""
+    def list_after(self, epoch: int, limit: int) -> list[Transfer]:
+        """The transfers above an epoch, in the order of their epochs, `limit` of them at most."""
         epochs = sorted(self._transfers)
         first = bisect_right(epochs, epoch)
         return [self._transfers[number] for number in epochs[first : first + limit]]

@@ -327,8 +327,8 @@ class TransferTable:
         """
         live = list(self._live.values())
         start = bisect_right(live, epoch, key=_EPOCH)
-        found = [*live[start : start + limit], *self.pins.after(epoch, limit)]
-        unique = {transfer.epoch: transfer for transfer in found}
+        payloads = [*live[start : start + limit], *self.pins.list_after(epoch, limit)]
+        unique = {transfer.epoch: transfer for transfer in payloads}
         return sorted(unique.values(), key=_EPOCH)[:limit]
 
     # Events of the peers
