@@ -174,6 +174,13 @@ class PayloadStore:
         with self._changing:
             if self._closed or attachment.key in self._writers:
                 return
+            writers = self._writers.values()
+            former = [one for one in writers if one.attachment.url == attachment.url]
+        for writer in former:  # a process that this one has succeeded at its URL
+            writer.close()
+        with self._changing:
+            if self._closed or attachment.key in self._writers:
+                return
             is_full = len(self._writers) >= MAX_WRITERS
             if options is not None and not is_full:
                 writer = StoreWriter(attachment, options, self.contents, self._detach)

@@ -81,7 +81,11 @@ class StoreWriter:
 
     def _take_next(self, consumer: KVConsumer) -> None:
         """Wait for an offer, and release it when its payloads are kept."""
-        received = consumer.get(self.attachment.inbox_key, timeout=MAX_TIMEOUT, verify="full")
+        started, requests = time.perf_counter(), get_requests([self.attachment.inbox_key])
+        [get] = begin(consumer, requests, timeout=CONNECT_SECONDS)
+        # Not `KVConsumer.get`, which waits for a process that is gone to come back.
+        delivery = get.wait(timeout=MAX_TIMEOUT)
+        received = open_delivery(consumer, delivery, started=started, verify="full")
         try:
             offer = read_offer(received.data)
         except SchemaError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 
 from omni_kvlink.kept import PayloadStore, StoreClient
 from omni_kvlink.kept import store as store_module
+from omni_kvlink.kept.store_writer import StoreWriter
 from omni_kvlink.link import set_backing
 from omni_kvlink.testing.rig import until
 from support.kept.store_process import STORE, is_stopped, program, until_reachable
@@ -20,7 +22,10 @@ from support.kept.store_process import STORE, is_stopped, program, until_reachab
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink import KVProducer
+    from omni_kvlink import KVConsumer, KVProducer
+    from omni_kvlink.kept.store_messages import KeptOffer
+
+# Reaches into _take: where a store is when the client that it fetches from ends.
 
 STOPS = 5
 
@@ -67,3 +72,32 @@ def test_a_store_that_is_stopped_goes_on(root: str) -> None:
                 until_reachable(client)
         store.send_signal(signal.SIGTERM)
         assert store.wait() == 0
+
+
+def test_a_client_succeeds_another_at_its_url_while_that_one_is_fetched_from(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store does not wait at the new client for offers of the old one."""
+    taking, goes_on, take = threading.Event(), threading.Event(), StoreWriter._take
+
+    def take_late(self: StoreWriter, consumer: KVConsumer, offer: KeptOffer) -> None:
+        taking.set()
+        assert goes_on.wait(60)
+        take(self, consumer, offer)
+
+    with PayloadStore("shm://s", budget="8MiB", directory=root) as store:
+        with StoreClient("shm://w", stores=["shm://s"], directory=root) as first:
+            monkeypatch.setattr(StoreWriter, "_take", take_late)
+            first.put("a", {"x": torch.ones(1000)})
+            assert taking.wait(60)
+        with StoreClient("shm://w", stores=["shm://s"], directory=root) as second:
+            until(lambda: waiting(store), "it has asked the store to fetch from it")
+            goes_on.set()
+            second.put("b", {"x": torch.ones(1000)})
+            assert second.drain(timeout=60)
+            until(lambda: len(store.stats()["writers"]) == 1, "the store has left the first one")
+
+
+def waiting(store: PayloadStore) -> bool:
+    """Whether a get waits at the store's link."""
+    return bool(store.stats()["link"]["transfers"]["waiting"])
