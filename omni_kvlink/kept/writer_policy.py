@@ -13,7 +13,11 @@ from omni_kvlink.errors import SchemaError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_DEFAULTS = {"shm": "shm://*", "auto": "shm://*", "zmq+tcp": "zmq+tcp://127.0.0.1:*"}
+_DEFAULTS = {
+    "shm": ["shm://*"],
+    "auto": ["shm://*", "auto://*?tcp=127.0.0.1:*"],
+    "zmq+tcp": ["zmq+tcp://127.0.0.1:*"],
+}
 """The writers of a store by its scheme, unless they are given: of its own user alone."""
 _SHARED = ("directory", "allow_uids", "insecure", "trusted_network", "quota")
 """Options of the store's own link that it connects with, too."""
@@ -32,7 +36,8 @@ class WriterPolicy:
 
     A `*` stands for any characters but "/" and ":", and in the address of a host for those of one
     label or number: `zmq+tcp://10.0.0.*:*` has 256 hosts and no others. A URL that a writer names
-    has no options, so that it chooses no keys and no directory.
+    has no options, so that it chooses no keys and no directory; that of `auto` may have `tcp=`, if
+    the pattern does: `auto://engine-*?tcp=10.0.0.*:*`.
 
     Args:
         url: of the store's own link.
@@ -45,8 +50,7 @@ class WriterPolicy:
     def __init__(self, url: str, patterns: Sequence[str], options: Mapping[str, Any]):
         own_options = {**_options_in(url), **options}
         shared = {name: own_options[name] for name in _SHARED if name in own_options}
-        default = _DEFAULTS.get(split_url(url)[0])
-        texts = list(patterns) or ([default] if default else [])
+        texts = list(patterns) or _DEFAULTS.get(split_url(url)[0], [])
         self.patterns = [_pattern(text, shared) for text in texts]
 
     def __repr__(self) -> str:
@@ -64,10 +68,22 @@ def _pattern(text: str, shared: Mapping[str, Any]) -> WriterPattern:
     scheme, location = split_url(text)
     if not is_known(scheme):
         raise SchemaError(f"writers {text!r}: no connector {scheme}; one looks like shm://engine-*")
-    any_part = r"[^/:.?]*" if scheme in ("zmq+tcp", "ucx") else r"[^/:?]*"
-    parts = location.partition("?")[0].split("*")
-    regex = re.compile(f"{re.escape(scheme)}://{any_part.join(map(re.escape, parts))}")
-    return WriterPattern(text.partition("?")[0], regex, {**shared, **_options_in(text)})
+    name, _, query = location.partition("?")
+    options = parse_qsl(query, keep_blank_values=True)
+    addresses = [value for option, value in options if (scheme, option) == ("auto", "tcp")]
+    shown = f"{scheme}://{name}"
+    regex = f"{re.escape(scheme)}://{_regex(name, is_host=scheme in ('zmq+tcp', 'ucx'))}"
+    for address in addresses:
+        shown += f"?tcp={address}"
+        regex += rf"\?tcp={_regex(address, is_host=True)}"
+    own_options = Options.parse([pair for pair in options if not addresses or pair[0] != "tcp"])
+    return WriterPattern(shown, re.compile(regex), {**shared, **own_options})
+
+
+def _regex(pattern: str, *, is_host: bool) -> str:
+    """The regular expression of a pattern of names, or of hosts and ports."""
+    any_part = r"[^/:.?&]*" if is_host else r"[^/:?&]*"
+    return any_part.join(map(re.escape, pattern.split("*")))
 
 
 def _options_in(url: str) -> dict[str, Any]:

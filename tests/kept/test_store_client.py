@@ -53,7 +53,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 _numbers = itertools.count()
-URLS = ["shm://{name}", "zmq+ipc://{root}/{name}", "zmq+tcp://127.0.0.1:0"]
+URLS = [
+    "shm://{name}",
+    "zmq+ipc://{root}/{name}",
+    "zmq+tcp://127.0.0.1:0",
+    "auto://{name}?tcp=127.0.0.1:0",
+]
 BIG = {"x": torch.arange(300_000)}
 """Tensors of 2.4 MB."""
 
@@ -96,7 +101,7 @@ def site() -> Iterator[Site]:
         site.close()
 
 
-@pytest.fixture(params=URLS, ids=["shm", "ipc", "tcp"])
+@pytest.fixture(params=URLS, ids=["shm", "ipc", "tcp", "auto"])
 def sites(request: pytest.FixtureRequest, sockets: str) -> Iterator[Site]:
     """Over each connector."""
     site = Site(request.param, sockets)
@@ -425,12 +430,17 @@ def test_a_store_connects_to_nobody_that_it_was_not_told_of(site: Site) -> None:
         "zmq+tcp://10.0.0.1:7400?insecure=1",
         "ucx://10.0.0.1:7400",
         "inproc://engine-1",
+        "auto://engine-1",
+        "auto://engine-1?tcp=10.0.1.1:7400",
+        "auto://engine-1?tcp=10.0.0.1:7400&insecure=1",
+        "auto://engine-1?insecure=1&tcp=10.0.0.1:7400",
         "shm://",
         "engine-1",
     ],
 )
 def test_urls_that_a_reader_makes_up(url: str, site: Site) -> None:
-    store = site.store(writers=["shm://engine-*", "zmq+tcp://10.0.0.*:*"])
+    writers = ["shm://engine-*", "zmq+tcp://10.0.0.*:*", "auto://engine-*?tcp=10.0.0.*:*"]
+    store = site.store(writers=writers)
     key = Attachment("0" * 32, url).key
     with (
         KVLink.connect(store.url, timeout=60, directory=site.root) as link,
@@ -446,6 +456,11 @@ def test_patterns_with_their_options(site: Site) -> None:
     assert policy.options_for("zmq+tcp://10.0.0.7:7400") is not None
     assert policy.options_for("zmq+tcp://10.0.0.7:7400")["insecure"] is True  # type: ignore[index]
     assert policy.options_for("shm://a.b")["directory"] == site.root  # type: ignore[index]
+    writers = ["auto://e-*?tcp=10.0.0.*:*&insecure=1"]
+    policy = site.store(writers=writers).policy
+    options = policy.options_for("auto://e-1?tcp=10.0.0.7:7400")
+    assert options is not None
+    assert (options["insecure"], "tcp" in options) == (True, False)
     for wrong in ("nothing://*", "*", "shm://x?quota=much"):
         with pytest.raises(SchemaError):
             site.store(writers=[wrong])
