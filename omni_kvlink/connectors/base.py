@@ -361,6 +361,10 @@ class Producer(Connector):
         """
         raise KVLinkError(f"link {self._label} keeps no payloads: put them for a number of readers")
 
+    def contains_kept(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Return what `KVConsumer.contains` answers; KVLinkError if it keeps no payloads."""
+        raise KVLinkError(f"link {self._label} keeps no payloads")
+
     def lend_kept(self, key: str) -> Delivery | None:
         """Return a kept payload as a reader in this process has it; None if there is none.
 

@@ -11,7 +11,7 @@ from omni_kvlink.link import Received
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.kept.kept_receipts import KeptReceipts
+    from omni_kvlink.kept.own_source import OwnSource
     from omni_kvlink.kept.source import KeptSource, Reason
 
 HERE = "here"
@@ -26,19 +26,15 @@ class BatchRead:
         hits: numbers of payloads, by the kind of the source.
     """
 
-    def __init__(self, keys: Sequence[str], kept: KeptReceipts):
-        self._keys, self._kept = keys, kept
+    def __init__(self, keys: Sequence[str]):
+        self._keys = keys
         self.received: list[Received | None] = [None] * len(keys)
         self.hits = Counter[str]()
-        self._reasons: list[Reason] = [
-            "evicted" if kept.state(key) == "evicted" else "absent" for key in keys
-        ]
+        self._reasons: list[Reason] = ["absent"] * len(keys)
 
-    def read_from(self, kind: str, source: KeptSource, *, timeout: float) -> None:
+    def read_from(self, kind: str, source: OwnSource | KeptSource, *, timeout: float) -> None:
         """Read what is still missing from a source, in one message; blocks `timeout` s at most."""
         numbers = self._missing()
-        if kind == HERE:
-            numbers = [number for number in numbers if self._keys[number] in self._kept]
         keys = [self._keys[number] for number in numbers]
         for number, result in zip(numbers, source.read(keys, timeout=timeout), strict=True):
             if isinstance(result, Received):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import uuid
 import warnings
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
 
 from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError
 from omni_kvlink.kept.batch_read import HERE, BatchRead
 from omni_kvlink.kept.kept_receipts import KeptReceipts
 from omni_kvlink.kept.offers import OfferSender
+from omni_kvlink.kept.own_source import OwnSource
 from omni_kvlink.kept.source import REASONS, KeptSource
 from omni_kvlink.kept.store_messages import RESERVED, Attachment, advertised
 from omni_kvlink.link import KVLink, check_timeout
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.kept.identity import CacheIdentity
     from omni_kvlink.link import KVProducer, Payload, Received
-
-_CONNECT_SECONDS = 60.0
-"""In which a process connects to the link that it serves itself."""
 
 
 class StoreClient:
@@ -64,7 +60,6 @@ class StoreClient:
 
     Raises:
         BusyError, SchemaError, UnavailableError: as `KVLink.serve`.
-        TransferTimeout: this process cannot connect to the link that it serves.
     """
 
     def __init__(
@@ -89,6 +84,7 @@ class StoreClient:
         self._offers: list[OfferSender] = []
         self._sources: list[tuple[str, KeptSource]] = []
         self._link: KVProducer = KVLink.serve(serve, **own_options)
+        self._own = OwnSource(self._link, self._kept)
         try:
             self._open(urls, options)
         except BaseException:
@@ -97,9 +93,7 @@ class StoreClient:
         process.close_in_children(self)
 
     def _open(self, urls: tuple[Sequence[str], Sequence[str]], options: dict[str, Any]) -> None:
-        """Open the sources: this process itself, the stores and the peers."""
-        consumer = KVLink.connect(self.url, timeout=_CONNECT_SECONDS, **_own_key(self.url, options))
-        self._sources.append((HERE, KeptSource(self.url, "", {}, consumer=consumer)))
+        """Open the stores and the peers."""
         for url in urls[0]:
             writer = Attachment(uuid.uuid4().hex, advertised(self.url))
             offers = OfferSender(self._link, writer, self._kept)
@@ -163,14 +157,13 @@ class StoreClient:
         """
         self._check_open()
         names = [self.key(key) for key in keys]
-        found = [name in self._kept for name in names]
-        for kind, source in self._sources:
+        found = self._own.contains(names)
+        for _, source in self._sources:
             missing = [number for number, is_here in enumerate(found) if not is_here]
-            if kind != HERE:
-                keys_left = [names[number] for number in missing]
-                answers = source.contains(keys_left, timeout=self._timeout)
-                for number, is_there in zip(missing, answers, strict=True):
-                    found[number] = is_there
+            keys_left = [names[number] for number in missing]
+            answers = source.contains(keys_left, timeout=self._timeout)
+            for number, is_there in zip(missing, answers, strict=True):
+                found[number] = is_there
         return found
 
     def get_many(self, keys: Iterable[str]) -> list[Received | None]:
@@ -180,8 +173,9 @@ class StoreClient:
         `Received.scatter` copies one out, each byte checked; its IntegrityError is a miss, too.
         """
         self._check_open()
-        batch = BatchRead([self.key(key) for key in keys], self._kept)
+        batch = BatchRead([self.key(key) for key in keys])
         try:
+            batch.read_from(HERE, self._own, timeout=self._timeout)
             for kind, source in self._sources:
                 batch.read_from(kind, source, timeout=self._timeout)
         except BaseException:
@@ -213,7 +207,7 @@ class StoreClient:
         self._check_open()
         deadline = Deadline(timeout)
         return all(
-            source.was_connected.wait(deadline.seconds_left()) for _, source in self._sources[1:]
+            source.was_connected.wait(deadline.seconds_left()) for _, source in self._sources
         )
 
     def drain(self, *, timeout: float) -> bool:
@@ -235,7 +229,7 @@ class StoreClient:
             **counted,
             "puts": self._puts,
             "duplicates": self._duplicates,
-            "sources": [{"kind": kind, **source.stats()} for kind, source in self._sources[1:]],
+            "sources": [{"kind": kind, **source.stats()} for kind, source in self._sources],
             "offers": [offers.stats() for offers in self._offers],
             "link": self._link.stats(),
         }
@@ -267,7 +261,7 @@ class StoreClient:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<StoreClient at {self.url}: {len(self._sources) - 1} stores and peers>"
+        return f"<StoreClient at {self.url}: {len(self._sources)} stores and peers>"
 
     def _check_open(self) -> None:
         self._process.check("this StoreClient")
@@ -286,13 +280,6 @@ def _payload(
         data.request_id = key
         return data
     return TensorTransferData(key, tensors, metadata)
-
-
-def _own_key(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which a process connects to the encrypted link that it serves."""
-    keys = options.get("keys") or dict(parse_qsl(url.partition("?")[2])).get("keys")
-    public = {"peers": f"{os.fspath(keys).removesuffix('.secret')}.public"} if keys else {}
-    return {**options, **public}
 
 
 def _warn_of_refusal(url: str, reason: str) -> None:

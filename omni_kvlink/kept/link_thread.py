@@ -25,16 +25,15 @@ class LinkThread:
         is_closing: set by `close`.
     """
 
-    def __init__(self, consumer: KVConsumer | None = None):
-        self.consumer = consumer
+    def __init__(self) -> None:
+        self.consumer: KVConsumer | None = None
         self.is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, run: Callable[[], None]) -> None:
-        """Start the thread, unless the consumer's end was given."""
-        if self.consumer is None:
-            self._thread = threading.Thread(target=run, name="kvlink-kept", daemon=True)
-            start_thread(self._thread)
+        """Start the thread."""
+        self._thread = threading.Thread(target=run, name="kvlink-kept", daemon=True)
+        start_thread(self._thread)
 
     def connect(self, url: str, options: dict[str, Any], *, timeout: float) -> KVConsumer:
         """Open the consumer's end, in the thread; ClosedError if `close` was called before."""

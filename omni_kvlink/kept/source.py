@@ -49,8 +49,7 @@ class KeptSource:
 
     A thread connects, also again after the other side was restarted, and calls `on_connected` each
     time. It then waits for `presence`, a key under which there never is a payload: so it learns
-    of the other side's end at once, and of a refusal. With a `consumer`, which is connected to a
-    link of this process, there is no thread.
+    of the other side's end at once, and of a refusal.
 
     Attributes:
         refusal: why the other side takes no offers; "" if it takes them, or is not there.
@@ -64,14 +63,12 @@ class KeptSource:
         options: dict[str, Any],
         on_connected: Callable[[], None] = lambda: None,
         on_refused: Callable[[str], None] = lambda _: None,
-        *,
-        consumer: KVConsumer | None = None,
     ):
         self.url, self._presence, self._options = url, presence, options
         self._on_connected, self._on_refused = on_connected, on_refused
         self._resume_at, self.was_connected = 0.0, threading.Event()
         self.refusal, self.last_error = "", ""
-        self._thread = LinkThread(consumer)
+        self._thread = LinkThread()
         self._thread.start(self._watch)
 
     def __repr__(self) -> str:

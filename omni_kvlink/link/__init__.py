@@ -26,6 +26,7 @@ from omni_kvlink.link.copy_into import LayerTargets as LayerTargets
 from omni_kvlink.link.encoded_put import fail_missing as fail_missing
 from omni_kvlink.link.encoded_put import put_encoded as put_encoded
 from omni_kvlink.link.encoded_put import set_backing as set_backing
+from omni_kvlink.link.kept_views import contains_kept as contains_kept
 from omni_kvlink.link.kept_views import open_kept as open_kept
 from omni_kvlink.link.kept_views import verify_part as verify_part
 from omni_kvlink.link.kvlink import ConnectOptions as ConnectOptions

@@ -9,10 +9,16 @@ from omni_kvlink.errors import WireError
 from omni_kvlink.link.consumer import Received
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from omni_kvlink.link.producer import KVProducer
     from omni_kvlink.payload.header import TensorSpec
+
+
+def contains_kept(producer: KVProducer, request_ids: Sequence[str]) -> Sequence[bool]:
+    """Return whether this producer keeps each; one that it keeps counts as used."""
+    producer._check_open()
+    return producer._end.contains_kept(request_ids)
 
 
 def open_kept(producer: KVProducer, request_id: str) -> Received | None:

@@ -578,3 +578,19 @@ def test_readers_and_writers_at_once(site: Site, tmp_path: Path) -> None:
             for process in (a, b, c):
                 assert process.poll() is None
     assert set(misses(reader)) <= {"absent", "evicted"}
+
+
+def test_own_payloads_are_read_where_they_lie_and_stay_longer(site: Site) -> None:
+    """Nothing connects to the client's link; `contains` and `get_many` count as use."""
+    with site.client(budget="8MiB") as client:
+        keys = fill(client, range(3))
+        assert client.contains(keys[:1]) == [True]
+        [received] = client.get_many(keys[1:2])
+        assert received is not None
+        assert client.stats()["link"]["path"] == []  # no reader
+        received.release()
+        fill(client, range(3, 4))  # for which the one that was not used is evicted
+        assert client.contains([*keys, "k3"]) == [True, True, False, True]
+        assert client.stats()["misses"]["evicted"] == 0
+        assert client.get_many(keys[2:3]) == [None]
+        assert client.stats()["misses"]["evicted"] == 1

@@ -508,6 +508,12 @@ class PooledProducer(Producer):
         with self.lock:
             return self.transfers.withdraw(key)
 
+    def contains_kept(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Return whether each key is kept; each that is counts as used."""
+        self._check_open()
+        with self.lock:
+            return self.transfers.kept.contains(keys, time.monotonic())
+
     def lend_kept(self, key: str) -> Delivery | None:
         """Return a kept payload as a reader in this process has it; None if there is none."""
         self._check_open()

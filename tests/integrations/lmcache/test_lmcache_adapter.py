@@ -76,6 +76,8 @@ def test_chunks_that_are_loaded_together_are_released_together(
 ) -> None:
     """In one message: each would interrupt the copy of the next chunk."""
     one, keys, releases = l2(), [key_of(number) for number in range(8)], list[int]()
+    other = l2(peers=[url_of(one)])
+    until_reached(other)
     handle = PooledProducer.handle
 
     def count(producer: PooledProducer, peer: Peer, *messages: Message) -> None:
@@ -85,7 +87,7 @@ def test_chunks_that_are_loaded_together_are_released_together(
 
     monkeypatch.setattr(PooledProducer, "handle", count)
     one.store(keys, [chunk(number) for number in range(8)])
-    assert one.load(keys, [chunk() for _ in keys]) == list(range(8))
+    assert other.load(keys, [chunk() for _ in keys]) == list(range(8))
     until(lambda: sum(releases) == 8, "all chunks are released", 60)
     assert releases == [8]
 
