@@ -27,7 +27,7 @@ class OwnSource:
         return [is_kept.get(key, False) for key in keys]
 
     def read(self, keys: Sequence[str], *, timeout: float) -> list[Received | Reason]:
-        """As `KeptSource.read`; waits for nothing."""
+        """Do the same as `KeptSource.read`; it waits for nothing."""
         results: list[Received | Reason] = []
         try:
             for key in keys:
