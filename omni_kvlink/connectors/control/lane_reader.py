@@ -52,14 +52,18 @@ _WAKE = 256 << 10
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LaneRange:
-    """A range that was requested by a lane, its memory, and how many of its bytes have arrived."""
+    """A range that was requested by a lane, its memory, and how many of its bytes have arrived.
+
+    Without memory it was released: what comes of it all the same is dropped.
+    """
 
     get_id: int
     epoch: int
     start: int
     stop: int
-    memory: Region
+    memory: Region | None
     received: int = 0
+    is_released: bool = False
 
     def expects(self, header: FrameHeader) -> bool:
         """Return whether a frame's bytes are the next ones of this range."""
@@ -111,12 +115,24 @@ class LaneReader:
 
     @property
     def load(self) -> int:
-        """Bytes that were requested by this lane and have not arrived; any thread."""
-        return sum(each.stop - each.start - each.received for each in list(self._ranges))
+        """Bytes that were requested by this lane and are still to arrive; any thread."""
+        ranges = [each for each in list(self._ranges) if not each.is_released]
+        return sum(each.stop - each.start - each.received for each in ranges)
+
+    def release(self, get_id: int) -> None:
+        """Let go of the memory of a get's ranges: it was released, and most of them never come."""
+        self._loop.call(partial(self._release_in_loop, get_id))
 
     def close(self) -> None:
         """Close the connection; any thread, never blocks."""
         self._loop.call(partial(self._lose_in_loop, PeerLostError("closed here")))
+
+    def _release_in_loop(self, get_id: int) -> None:
+        for number, piece in enumerate(list(self._ranges)):
+            if piece.get_id == get_id:
+                piece.is_released = True
+                if number or self._header is None:  # else a frame is arriving in its memory
+                    piece.memory = None
 
     def _connect_in_loop(self) -> None:
         if self._is_closed:
@@ -190,6 +206,8 @@ class LaneReader:
         if not self._is_open:
             return self._buffer[:0]
         piece = self._ranges[0]
+        if piece.memory is None:
+            return memoryview(bytearray(header.nbytes))
         return piece.memory.view(piece.received, piece.received + header.nbytes)
 
     def _on_frame_in_loop(self, header: FrameHeader) -> None:
@@ -206,6 +224,8 @@ class LaneReader:
         piece = self._ranges[0]
         if self._cipher is not None:
             piece.received += header.nbytes
+        if piece.is_released:
+            piece.memory = None
         if piece.start + piece.received == piece.stop:
             self._ranges.popleft()
             self._owner.on_lane_received(self, piece)

@@ -389,6 +389,8 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self._send_queued_in_loop()
         if inbound is not None:
             inbound.close()
+            if self._lanes is not None:
+                self._lanes.release(message.get_id)
         self._free_share_in_loop(message.get_id)
 
     def flush_in_loop(self) -> None:

@@ -88,6 +88,11 @@ class SessionLanes:
                 self._request()
         return min(self._open, key=lambda each: each.load, default=None)
 
+    def release(self, get_id: int) -> None:
+        """Have no lane keep memory of a get that was released."""
+        for lane in self._open:
+            lane.release(get_id)
+
     def on_ticket(self, ticket: LaneTicket) -> None:
         """Open a lane; WireError if none was asked for, or it would not be as safe as the link."""
         if ticket.lane not in self._requested:

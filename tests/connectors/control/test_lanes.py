@@ -20,6 +20,7 @@ from omni_kvlink import (
     KVProducer,
     PeerLostError,
     TensorTransferData,
+    TransferTimeout,
     WireError,
 )
 from omni_kvlink.connectors.control import lane as lane_module
@@ -199,6 +200,25 @@ def test_a_lane_that_cannot_open_again(relayed: tuple[KVProducer, KVConsumer, La
     assert relay.passed < 40 * MIB
     until(lambda: lanes_of(reader)["why"], "the reason is in stats()")
     check_get(producer, reader, "k2", 2 * MIB)
+
+
+def test_a_get_that_ends_while_its_bytes_are_on_the_way(
+    relayed: tuple[KVProducer, KVConsumer, LaneRelay],
+) -> None:
+    """Its memory is free, whether they ever arrive or not; if they do, they are dropped."""
+    producer, reader, relay = relayed
+    check_get(producer, reader, "k", 2 * MIB)
+    relay.flows.clear()
+    sent = payload("k2", 8 * MIB)
+    producer.put(sent)
+    with pytest.raises(TransferTimeout):
+        reader.get("k2", timeout=0.2)
+    until(lambda: not reader.stats()["memory"]["used"], "its memory is free")
+    relay.flows.set()
+    with reader.get("k2", timeout=PATIENCE) as received:
+        assert hash_tensors(received.tensors()) == hash_tensors(sent.tensors())
+    check_get(producer, reader, "k3", 2 * MIB)
+    assert not lanes_of(reader)["lost"]
 
 
 def test_a_flipped_bit(relayed: tuple[KVProducer, KVConsumer, LaneRelay]) -> None:

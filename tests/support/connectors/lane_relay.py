@@ -27,12 +27,14 @@ class LaneRelay:
         cut_at: if not 0, when so many bytes have passed, all lanes are cut, once.
         flip_at: if not 0, a bit of this byte is flipped, once.
         is_open: whether it lets new lanes through.
+        flows: unset while nothing goes to consumers.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.passed = self.cut_at = self.flip_at = 0
         self.seen, self.greetings = list[bytes](), list[bytes]()
-        self.is_open = True
+        self.is_open, self.flows = True, threading.Event()
+        self.flows.set()
         self._sockets: list[socket.socket] = []
         self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -53,6 +55,7 @@ class LaneRelay:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self.flows.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -104,6 +107,7 @@ class LaneRelay:
                     is_cut = 0 < self.cut_at <= self.passed
                     self.cut_at = 0 if is_cut else self.cut_at
                 self.seen.append(bytes(piece))
+                self.flows.wait()
                 near.sendall(piece)
                 if is_cut:
                     self.cut()

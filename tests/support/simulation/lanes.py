@@ -93,6 +93,11 @@ class SimLane:
     def load(self) -> int:
         return sum(each.stop - each.start - each.received for each in self._ranges)
 
+    def release(self, get_id: int) -> None:
+        for piece in self._ranges:
+            if piece.get_id == get_id:
+                piece.memory, piece.is_released = None, True
+
     def close(self) -> None:
         self._clock.soon(partial(self._lose, PeerLostError("closed here")), 0.1)
 
@@ -115,7 +120,8 @@ class SimLane:
             self._lose(PeerLostError("a request was repeated"))
             return
         piece = self._ranges[0]
-        piece.memory.view(piece.received, piece.received + len(content))[:] = content
+        if piece.memory is not None:
+            piece.memory.view(piece.received, piece.received + len(content))[:] = content
         piece.received += len(content)
         if piece.start + piece.received == piece.stop:
             self._ranges.popleft()
