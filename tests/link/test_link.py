@@ -160,7 +160,7 @@ def test_each_end_has_the_layouts_of_its_own_payloads(
         return decode(text, total)
 
     monkeypatch.setattr(Manifest, "lay_out", counted_plan)
-    monkeypatch.setattr("omni_kvlink.payload.manifest.decode_header", counted_decode)
+    monkeypatch.setattr("omni_kvlink.payload.layout_cache.decode_header", counted_decode)
     for number in (1, 2):
         with (
             KVLink.serve(f"{url}{number}".format(sockets=sockets), directory=sockets) as producer,
