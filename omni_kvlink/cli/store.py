@@ -62,19 +62,20 @@ def _store(arguments: argparse.Namespace) -> int:
         writers=arguments.writers,
     )
     with store:
+        ended = _ended_by_signal()
         allowed = (
             ", ".join(pattern.text for pattern in store.policy.patterns) or "nobody: see --writers"
         )
         show(f"serving {store.url} for writers at {allowed}; Ctrl-C ends it")
-        _report_until_ended(store, arguments.stats_seconds or None)
+        _report_until(ended, store, arguments.stats_seconds or None)
         show("writing what is in memory alone", to_stderr=True)
     show(_line(store.stats()))
     return 0
 
 
-def _report_until_ended(store: PayloadStore, seconds: float | None) -> None:
-    """Print a line every so many seconds, if it has changed, until the signal comes."""
-    ended, last = threading.Event(), ""
+def _ended_by_signal() -> threading.Event:
+    """An event that SIGTERM sets, for which a thread waits."""
+    ended = threading.Event()
 
     def wait_for_signal() -> None:
         signal.sigwait([signal.SIGTERM])
@@ -82,6 +83,12 @@ def _report_until_ended(store: PayloadStore, seconds: float | None) -> None:
 
     # `sigtimedwait` returns as if the signal had come, if this process is stopped meanwhile.
     start_thread(threading.Thread(target=wait_for_signal, name="kvlink-signal", daemon=True))
+    return ended
+
+
+def _report_until(ended: threading.Event, store: PayloadStore, seconds: float | None) -> None:
+    """Print a line every so many seconds, if it has changed, until the end."""
+    last = ""
     while not ended.wait(seconds):
         line = _line(store.stats())
         if line != last:
