@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from bisect import bisect_left
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
 from omni_kvlink.memory.arena_index import ArenaIndex
 from omni_kvlink.memory.mapping import Mapping, available_bytes, check_available
-from omni_kvlink.system.threads import start_thread
+from omni_kvlink.system.threads import lower_priority, start_thread
 from omni_kvlink.system.waits import NEVER, check_deadline
 
 if TYPE_CHECKING:
@@ -587,8 +586,7 @@ class ArenaPool:
         """Map the arena, in a thread."""
         began, size = time.monotonic(), growth.nbytes
         if growth.is_optional:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            lower_priority(_NICENESS)
         try:
             mapping = self._make(size, lambda: not self._closed and growth.nbytes > 0)
         except Exception as error:

@@ -8,7 +8,9 @@ in another thread, where there is no such moment.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import errno
+import os
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -144,3 +146,11 @@ def _unregister_thread() -> None:
     number, active = threading.get_ident(), getattr(threading, "_active", {})
     if isinstance(active.get(number), getattr(threading, "_DummyThread", ())):
         active.pop(number, None)
+
+
+def lower_priority(niceness: int) -> None:
+    """Add this to the niceness of the calling thread, if the system lets it."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        usual = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, usual + niceness)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import select
 import threading
 import time
@@ -15,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.errors import CapacityError
-from omni_kvlink.system.threads import start_thread
+from omni_kvlink.system.threads import lower_priority, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,8 +99,7 @@ class RecordQueue:
         self._alarm.put(None)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        lower_priority(_NICENESS)
         while True:
             flushed = self._alarm.get()
             if flushed is None and not self._is_closed:
