@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
 import pytest
@@ -82,21 +81,25 @@ def test_beside_other_connectors(model: Path, installed: Path, directory: Path) 
         engine.close()
 
 
-def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plug-ins may be loaded more than once in a process."""
-    from vllm.config import ECTransferConfig
-    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+REGISTERED = """
+from importlib.metadata import EntryPoint
+from vllm.config import ECTransferConfig
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # vLLM's factories have no way to take a name back.
-    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
-    # As above.
-    monkeypatch.setattr(ECConnectorFactory, "_registry", {})
-    point = EntryPoint("omni_kvlink", "omni_kvlink.integrations.vllm:register", GROUP)
-    for _ in range(2):
-        point.load()()
-    found = KVConnectorFactory.get_connector_class_by_name("OmniKVLinkConnector")
-    assert found.__module__ == "omni_kvlink.integrations.vllm.connector"
-    transfer = ECTransferConfig(ec_connector="OmniKVLinkECConnector", ec_role="ec_both")
-    found = ECConnectorFactory.get_connector_class(transfer)
-    assert found.__module__ == "omni_kvlink.integrations.vllm.encoder.connector"
+for _ in range(2):
+    EntryPoint("omni_kvlink", "omni_kvlink.integrations.vllm:register", "GROUP").load()()
+print(KVConnectorFactory.get_connector_class_by_name("OmniKVLinkConnector").__module__)
+transfer = ECTransferConfig(ec_connector="OmniKVLinkECConnector", ec_role="ec_both")
+print(ECConnectorFactory.get_connector_class(transfer).__module__)
+"""
+
+
+def test_it_is_registered_once() -> None:
+    """Plug-ins may be loaded more than once in a process; vLLM takes no name twice."""
+    program = [sys.executable, "-c", REGISTERED.replace("GROUP", GROUP)]
+    output = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert output.split()[-2:] == [
+        "omni_kvlink.integrations.vllm.connector",
+        "omni_kvlink.integrations.vllm.encoder.connector",
+    ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
+from torch import library
 
-_operators = torch.library.Library("torchvision", "FRAGMENT")
+_operators = library.Library("torchvision", "FRAGMENT")
 """Kept: what it has defined ends with it."""
 
 
