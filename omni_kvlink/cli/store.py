@@ -87,7 +87,7 @@ def _ended_by_signal() -> threading.Event:
 
 
 def _report_until(ended: threading.Event, store: PayloadStore, seconds: float | None) -> None:
-    """Print a line every so many seconds, if it has changed, until the end."""
+    """Print a line of statistics every `seconds` seconds, if it changed, until `ended` is set."""
     last = ""
     while not ended.wait(seconds):
         line = _line(store.stats())

@@ -11,7 +11,7 @@ from omni_kvlink.link import Received
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.kept.own_source import OwnSource
+    from omni_kvlink.kept.local_source import LocalSource
     from omni_kvlink.kept.source import KeptSource, Reason
 
 HERE = "here"
@@ -32,7 +32,7 @@ class BatchRead:
         self.hits = Counter[str]()
         self._reasons: list[Reason] = ["absent"] * len(keys)
 
-    def read_from(self, kind: str, source: OwnSource | KeptSource, *, timeout: float) -> None:
+    def read_from(self, kind: str, source: LocalSource | KeptSource, *, timeout: float) -> None:
         """Read what is still missing from a source, in one message; blocks `timeout` s at most."""
         numbers = self._missing()
         keys = [self._keys[number] for number in numbers]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError
 from omni_kvlink.kept.batch_read import HERE, BatchRead
 from omni_kvlink.kept.kept_receipts import KeptReceipts
+from omni_kvlink.kept.local_source import LocalSource
 from omni_kvlink.kept.offers import OfferSender
-from omni_kvlink.kept.own_source import OwnSource
 from omni_kvlink.kept.source import REASONS, KeptSource
 from omni_kvlink.kept.store_messages import RESERVED, Attachment, advertised
 from omni_kvlink.link import KVLink, check_timeout
@@ -84,7 +84,7 @@ class StoreClient:
         self._offers: list[OfferSender] = []
         self._sources: list[tuple[str, KeptSource]] = []
         self._link: KVProducer = KVLink.serve(serve, **own_options)
-        self._own = OwnSource(self._link, self._kept)
+        self._own = LocalSource(self._link, self._kept)
         try:
             self._open(urls, options)
         except BaseException:

@@ -55,7 +55,7 @@ def read_cache(data: Payload) -> tuple[KVCacheTransferData, torch.Tensor | None]
 def read_match(
     received: Received, hit: Found | None, requested: int, *, verify: bool = False
 ) -> Match:
-    """The tokens that were found, as views of a payload of K and V, which the match releases.
+    """Return a match: views of the first tokens of a received payload, which the match releases.
 
     With None they are all that it has. With `verify`, the bytes of these tokens are compared with
     their digests, and no others. After an error the payload is released.

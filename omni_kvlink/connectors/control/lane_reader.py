@@ -120,8 +120,12 @@ class LaneReader:
         return sum(each.stop - each.start - each.received for each in ranges)
 
     def release(self, get_id: int) -> None:
-        """Let go of the memory of a get's ranges: it was released, and most of them never come."""
-        self._loop.call(partial(self._release_in_loop, get_id))
+        """Free the memory of a released get's ranges, most of which never come.
+
+        For the thread that calls `expect`.
+        """
+        if any(each.get_id == get_id for each in list(self._ranges)):  # else nobody is woken
+            self._loop.call(partial(self._release_in_loop, get_id))
 
     def close(self) -> None:
         """Close the connection; any thread, never blocks."""

@@ -89,7 +89,7 @@ class SessionLanes:
         return min(self._open, key=lambda each: each.load, default=None)
 
     def release(self, get_id: int) -> None:
-        """Have no lane keep memory of a get that was released."""
+        """Free the memory that lanes hold for a released get."""
         for lane in self._open:
             lane.release(get_id)
 

@@ -34,7 +34,7 @@ class Pins:
             self._transfers.pop(transfer.epoch, None)
 
     def find(self, epoch: int, claim: Claim) -> Transfer | None:
-        """The transfer of this epoch if the get has a pin of it."""
+        """The transfer of this epoch, if it is pinned for this get."""
         transfer = self._transfers.get(epoch)
         return transfer if transfer is not None and claim in transfer.pins else None
 

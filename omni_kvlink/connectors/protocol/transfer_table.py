@@ -357,7 +357,7 @@ class TransferTable:
         self._waiting.add(key, claim, (get.streamed, start))
         if transfer is not None:
             self._offer_to(transfer, claim, get.streamed, start)  # the others wait for a reason
-        if self._waiting.has(key, claim):  # its reader may be here before the next put
+        if self._waiting.is_waiting(key, claim):  # its reader may be here before the next put
             self._leave_waiting(claim, key, transfer, waits=get.waits)
 
     def on_cancel(self, peer: Peer, get_id: int) -> None:

@@ -81,7 +81,7 @@ class WaitingGets:
         """The key that a get waits for; None if it does not wait."""
         return self._keys.get(peer, {}).get(get_id)
 
-    def has(self, key: str, claim: Claim) -> bool:
+    def is_waiting(self, key: str, claim: Claim) -> bool:
         """Whether this get waits for the key."""
         return claim in self._claims.get(key, ())
 

@@ -54,7 +54,7 @@ class LentPayload:
         self._call(partial(self._fail, reason))
 
     def coalesce(self, act: Callable[[], T]) -> T:
-        """Call `act` and return its result; what it released has ended then."""
+        """Call `act` and return its result; a release by it takes effect before this returns."""
         result = act()
         if self._is_released:
             self._settle()

@@ -1,4 +1,4 @@
-"""`OwnSource`: what this process keeps itself, as views of its link's memory."""
+"""`LocalSource`: what this process keeps itself, as views of its link's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omni_kvlink.link import KVProducer, Received
 
 
-class OwnSource:
+class LocalSource:
     """Reads what the link of this process keeps, without a connection to it; thread-safe."""
 
     def __init__(self, link: KVProducer, kept: KeptReceipts):
