@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.messages import (
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 MAX_CHUNKS = 4096
 """Chunks of append streams whose bytes one page adds up, or of one stream."""
 _MEMORY = ("quota", "mapped", "used", "arenas", "blocks", "waiting")
+_EPOCH = attrgetter("epoch")
 _SPACE = MAX_MESSAGE - (8 << 10)
 """Bytes of a page's rows: the rest is for one more row, and for the totals."""
 _ROW = 112
@@ -42,7 +45,7 @@ def inspected_page(
     `limit` payloads are looked at, whether they have the prefix or not, fewer if their texts or
     chunks are many: so that one page takes the same short time, however many there are.
     """
-    kept = transfers.live_after(message.after, message.limit + 1)
+    kept = _payloads_after(transfers, message.after, message.limit + 1)
     rows, nbytes, chunks, resume = list[LivePayload](), 0, 0, 0
     for number, transfer in enumerate(kept):
         if number == message.limit or nbytes > _SPACE or chunks > MAX_CHUNKS:
@@ -58,6 +61,20 @@ def inspected_page(
     state = memory()
     numbers = {name: state[name] for name in _MEMORY}
     return Inspected(message.inspect_id, tuple(rows), resume, transfers.stats(), numbers)
+
+
+def _payloads_after(transfers: TransferTable, epoch: int, limit: int) -> list[Transfer]:
+    """Return payloads above an epoch, in the order of their epochs, `limit` of them at most.
+
+    They are those that are live, and those that have ended and may still be looked at by a
+    disconnected reader. Both are sorted as they stand: what a call takes beside the `limit` is
+    a copy of two lists of references.
+    """
+    live = transfers.live
+    start = bisect_right(live, epoch, key=_EPOCH)
+    payloads = [*live[start : start + limit], *transfers.pins.list_after(epoch, limit)]
+    unique = {transfer.epoch: transfer for transfer in payloads}
+    return sorted(unique.values(), key=_EPOCH)[:limit]
 
 
 def _encoded_size(text: str) -> int:

@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+from omni_kvlink.connectors.protocol.transfer import TransferState
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -44,11 +46,14 @@ class Backing(Protocol):
 class KeptTable:
     """The kept payloads of a `TransferTable`, whose payloads are `live`; under the owner's lock.
 
-    `on_idle` is called when one may be evicted that could not be before; it must not block.
+    `end` ends one in the state that it is given. `on_idle` is called when one may be evicted that
+    could not be before; it must not block.
     """
 
-    def __init__(self, live: Mapping[str, Transfer]):
-        self._live = live
+    def __init__(
+        self, live: Mapping[str, Transfer], end: Callable[[Transfer, TransferState], None]
+    ):
+        self._live, self._end = live, end
         self._kept: OrderedDict[str, Transfer] = OrderedDict()  # in the order of the search
         self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
         self._names: Counter[str] = Counter()  # of kept keys that have an identity
@@ -88,6 +93,28 @@ class KeptTable:
             self._idle[transfer.key] = transfer
             self._idle.move_to_end(transfer.key)
             self.on_idle()
+
+    def find(self, key: str) -> Transfer | None:
+        """Return the kept payload of a key, if it is complete."""
+        transfer = self._live.get(key)
+        is_here = transfer is not None and transfer.is_kept and transfer.is_committed
+        return transfer if is_here else None
+
+    def withdraw(self, key: str) -> bool:
+        """End a kept payload; False if there is none. Its readers go on, and new ones wait."""
+        transfer = self.find(key)
+        if transfer is None:
+            return False
+        self._end(transfer, TransferState.WITHDRAWN)
+        return True
+
+    def evict(self) -> bool:
+        """End the payload that nobody uses and that was used least recently; False if none."""
+        transfer = self.find_least_recent()
+        if transfer is None:
+            return False
+        self._end(transfer, TransferState.EVICTED)
+        return True
 
     def find_least_recent(self) -> Transfer | None:
         """Return the least recently used payload whose memory nothing uses; None if all are used.

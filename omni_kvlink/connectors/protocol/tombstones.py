@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
+from omni_kvlink.connectors.protocol.messages import shorten
+
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.messages import Ending
     from omni_kvlink.connectors.protocol.transfer import TransferState
@@ -40,19 +42,13 @@ class Tombstones:
         self.delivered: OrderedDict[str, TransferState] = OrderedDict()
         self.all = self.failed, self.aborted, self.delivered
 
-    def add(
-        self,
-        tombstones: OrderedDict[str, Tombstone],
-        key: str,
-        reason: str,
-        ending: Ending,
-        now: float,
-    ) -> None:
-        """Remember one of `failed` or `aborted` for `TOMBSTONE_SECONDS`."""
-        tombstones.pop(key, None)
-        tombstones[key] = Tombstone(now + TOMBSTONE_SECONDS, reason, ending)
-        if len(tombstones) > MAX_TOMBSTONES:
-            tombstones.popitem(last=False)
+    def add_failed(self, key: str, reason: str, ending: Ending, now: float) -> str:
+        """Remember why a key has failed, for `TOMBSTONE_SECONDS`; return the reason, shortened."""
+        return _add(self.failed, key, reason, ending, now)
+
+    def add_aborted(self, key: str, reason: str, now: float) -> str:
+        """Remember why a reader aborted a key; as `add_failed`."""
+        return _add(self.aborted, key, reason, "aborted", now)
 
     def add_delivered(self, key: str, state: TransferState) -> None:
         """Remember that the payload of a key ended well, in this state."""
@@ -65,3 +61,13 @@ class Tombstones:
         for tombstones in (self.failed, self.aborted):
             while tombstones and next(iter(tombstones.values())).expires <= now:
                 tombstones.popitem(last=False)
+
+
+def _add(
+    tombstones: OrderedDict[str, Tombstone], key: str, reason: str, ending: Ending, now: float
+) -> str:
+    tombstones.pop(key, None)
+    tombstones[key] = Tombstone(now + TOMBSTONE_SECONDS, shorten(reason), ending)
+    if len(tombstones) > MAX_TOMBSTONES:
+        tombstones.popitem(last=False)
+    return shorten(reason)

@@ -114,6 +114,12 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
                 reason=self.reason,
             )
 
+    def on_sent(self, claim: Claim, start: int, stop: int) -> None:
+        """The bytes `start` to `stop` were sent to a reader; the owner's lock is held."""
+        if self.direct is not None:
+            self.direct.mark_sent(claim, start, stop)
+            self.check_sent()
+
     def check_sent(self) -> None:
         """Wake `wait_sent` if no reader needs the caller's own tensors any more."""
         if self.direct is not None and self.is_sent:

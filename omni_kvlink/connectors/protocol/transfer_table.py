@@ -2,7 +2,7 @@
 
     RESERVED --commit--> COMMITTED --offer--> LEASED --every reader released--> RELEASED
      |   |                   |  ttl: EXPIRED    |  reader lost: COMMITTED again
-     | begin_stream      commit                 |
+     | layers.begin      commit                 |
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
@@ -15,21 +15,16 @@ stream (`Transfer.window`) has chunks instead, transfers which its readers get o
 
 `send` and `free` are called under the owner's lock: neither may block or call back. Time is an
 argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
-
-One long file: each transition moves a transfer, the gets that wait and the leases together, in an
-order that an interrupt at any line may cut. What it moves has files of its own: the gets that wait,
-pins, kept payloads, times to live, tombstones, chunks, windows and direct sources.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.append_table import AppendTable
 from omni_kvlink.connectors.protocol.expiries import MAX_EXPIRED, Expiries
 from omni_kvlink.connectors.protocol.kept_table import KeptTable
+from omni_kvlink.connectors.protocol.layer_table import LayerTable
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -51,17 +46,14 @@ from omni_kvlink.connectors.protocol.phases import (
     PHASES,
 )
 from omni_kvlink.connectors.protocol.pins import Pins
-from omni_kvlink.connectors.protocol.tombstones import Tombstone, Tombstones
+from omni_kvlink.connectors.protocol.tombstones import Tombstones
 from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
 from omni_kvlink.connectors.protocol.waiting_gets import WHOLE, WaitingGets
 from omni_kvlink.errors import DuplicateKeyError
 
 if TYPE_CHECKING:
-    from collections import OrderedDict
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
-    from omni_kvlink.connectors.protocol.direct_source import DirectSource
     from omni_kvlink.connectors.protocol.kept_table import Backing
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
@@ -78,7 +70,6 @@ if TYPE_CHECKING:
 ) = TransferState
 _DELIVERED = RELEASED, WITHDRAWN, EVICTED
 _NO_NAMES = "", ""
-_EPOCH = attrgetter("epoch")
 
 
 class TransferTable:
@@ -98,7 +89,8 @@ class TransferTable:
         self._leases: dict[Peer, dict[int, Transfer]] = {}  # by get
         self._tombstones = Tombstones()
         self.pins = Pins()
-        self.kept = KeptTable(self._live)
+        self.kept = KeptTable(self._live, self._end_kept)
+        self.layers = LayerTable(send, self._offer)
         self._appends = AppendTable(send, self._add_lease, self._end)
         self.counters = dict.fromkeys(
             (
@@ -158,47 +150,14 @@ class TransferTable:
             transfer.finish(FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
-    def begin_stream(
-        self,
-        transfer: Transfer,
-        location: Location,
-        draft: int,
-        readers: int | None,
-        direct: DirectSource | None = None,
-        window: ChunkWindow[Transfer] | None = None,
-    ) -> None:
-        """Offer a payload that is still being written, to gets that take streams.
-
-        With a `window` it is an append stream, whose chunks follow. With `direct` it is sent from
-        the caller's tensors: it may be committed as soon as `Transfer.is_sent`, and cannot be
-        delivered again after that. Raises TransferFailed if it was aborted meanwhile.
-        """
-        transfer.check_writing()
-        transfer.direct, transfer.window = direct, window
-        transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers or 1
-        transfer.is_kept = readers is None
-        transfer.state = STREAMING
-        self._offer(transfer)
-
-    def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
-        """Tell the readers of a stream that the tensors from number `first` on are written.
-
-        Raises TransferFailed if the transfer was aborted, or a reader rejected it.
-        """
-        transfer.check_writing()
-        transfer.layers = transfer.layers or []
-        transfer.layers.append((first, digests))
-        for peer, get_id in transfer.leases:
-            self._send(peer, Layer(get_id, first, digests))
-
     def commit(
         self, payloads: Sequence[tuple[Transfer, Location]], readers: int | None, expires: float
     ) -> None:
         """Offer complete payloads, each to `readers` readers until `expires`; on an error none.
 
         With `readers` None each is kept. A transfer that was not reserved begins now. Of a stream,
-        `begin_stream` set the location and the readers. DuplicateKeyError if a live payload has the
-        key of one that begins, TransferFailed if one was aborted while it was being written.
+        `LayerTable.begin` set the location and the readers. DuplicateKeyError if a live payload has
+        the key of one that begins, TransferFailed if one was aborted while it was being written.
         """
         for transfer, _ in payloads:
             if transfer.epoch or transfer.stream is not None:
@@ -220,12 +179,6 @@ class TransferTable:
         if transfer.is_kept:
             self.kept.lease(transfer)
 
-    def find_kept(self, key: str) -> Transfer | None:
-        """Return the kept payload of a key, if it is complete."""
-        transfer = self._live.get(key)
-        is_here = transfer is not None and transfer.is_kept and transfer.is_committed
-        return transfer if is_here else None
-
     def on_view_freed(self, transfer: Transfer, view: object) -> None:
         """The last reference to a view was dropped."""
         transfer.views -= {view}
@@ -238,23 +191,7 @@ class TransferTable:
         transfer = self._live.get(key)
         if transfer is not None:
             self._end(transfer, FAILED, reason, ending)
-        self._add_tombstone(self._tombstones.failed, key, reason, ending, now)
-
-    def withdraw(self, key: str) -> bool:
-        """End a kept payload; False if there is none. Its readers go on, and new ones wait."""
-        transfer = self.find_kept(key)
-        if transfer is None:
-            return False
-        self._end_kept(transfer, WITHDRAWN)
-        return True
-
-    def evict(self) -> bool:
-        """End the kept payload that nobody uses and that was used least recently; False if none."""
-        transfer = self.kept.find_least_recent()
-        if transfer is None:
-            return False
-        self._end_kept(transfer, EVICTED)
-        return True
+        self._fail_gets(key, self._tombstones.add_failed(key, reason, ending, now), ending)
 
     def set_backing(self, backing: Backing) -> None:
         """Have gets of what is not in memory ask `backing`, also those that wait already."""
@@ -293,7 +230,8 @@ class TransferTable:
             if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.missing_readers}"
                 self._end(transfer, EXPIRED, reason, "expired")
-                self._add_tombstone(self._tombstones.failed, transfer.key, reason, "expired", now)
+                reason = self._tombstones.add_failed(transfer.key, reason, "expired", now)
+                self._fail_gets(transfer.key, reason, "expired")
         return now
 
     def has_waiting_reader(self, key: str) -> bool:
@@ -318,18 +256,10 @@ class TransferTable:
         kept = {"pinned": len(self.pins), "kept": len(self.kept)}
         return {**now, **kept, **self.counters, **self.kept.counters}
 
-    def live_after(self, epoch: int, limit: int) -> list[Transfer]:
-        """Return payloads above an epoch, in the order of their epochs, `limit` of them at most.
-
-        They are those that are live, and those that have ended and may still be looked at by a
-        disconnected reader. Both are sorted as they stand: what a call takes beside the `limit` is
-        a copy of two lists of references.
-        """
-        live = list(self._live.values())
-        start = bisect_right(live, epoch, key=_EPOCH)
-        payloads = [*live[start : start + limit], *self.pins.list_after(epoch, limit)]
-        unique = {transfer.epoch: transfer for transfer in payloads}
-        return sorted(unique.values(), key=_EPOCH)[:limit]
+    @property
+    def live(self) -> list[Transfer]:
+        """The payloads that are live, in the order of their epochs."""
+        return list(self._live.values())
 
     # Events of the peers
 
@@ -377,7 +307,7 @@ class TransferTable:
         if key in self._live:
             self.fail(key, reason, "aborted", now)
         else:
-            self._add_tombstone(self._tombstones.aborted, key, reason, "aborted", now)
+            self._fail_gets(key, self._tombstones.add_aborted(key, reason, now), "aborted")
 
     def on_release(
         self, peer: Peer, get_id: int, epoch: int, outcome: Outcome, reason: str, now: float
@@ -408,12 +338,6 @@ class TransferTable:
             self.counters["stale"] += 1
         elif not transfer.state.is_final:
             self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
-
-    def on_sent(self, transfer: Transfer, claim: Claim, start: int, stop: int) -> None:
-        """The bytes `start` to `stop` were sent to a reader."""
-        if transfer.direct is not None:
-            transfer.direct.mark_sent(claim, start, stop)
-            transfer.check_sent()
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""
@@ -643,17 +567,7 @@ class TransferTable:
         if transfer.state.is_final and not is_used:
             self._free(transfer)
 
-    def _add_tombstone(
-        self,
-        tombstones: OrderedDict[str, Tombstone],
-        key: str,
-        reason: str,
-        ending: Ending,
-        now: float,
-    ) -> None:
-        """Remember why a key has no payload, and fail the gets that wait for it."""
-        reason = shorten(reason)
-        self._tombstones.add(tombstones, key, reason, ending, now)
+    def _fail_gets(self, key: str, reason: str, ending: Ending) -> None:
         for claim, _ in self._waiting.by_key(key):
             self._fail_get(key, claim, reason, ending)
 

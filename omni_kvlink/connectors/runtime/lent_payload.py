@@ -67,6 +67,6 @@ class LentPayload:
 
     def _fail(self, reason: str) -> None:
         with self._lock:
-            if self._transfers.find_kept(self._transfer.key) is self._transfer:
+            if self._transfers.kept.find(self._transfer.key) is self._transfer:
                 text = f"its producer found it damaged: {reason}"
                 self._transfers.fail(self._transfer.key, text, "failed", time.monotonic())

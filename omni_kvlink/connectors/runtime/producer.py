@@ -223,7 +223,7 @@ class PooledProducer(Producer):
 
         def on_sent() -> None:  # or its connection was closed
             with self.lock:
-                self.transfers.on_sent(transfer, claim, start, stop)
+                transfer.on_sent(claim, start, stop)
                 self.transfers.on_view_freed(transfer, view)
             sent(stop - start)
 
@@ -417,13 +417,13 @@ class PooledProducer(Producer):
         location = Location(block[0], block[1], nbytes or header_end)
         chunks = ChunkWindow[Transfer](readers, window) if window and readers else None
         with self.lock:
-            self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
+            self.transfers.layers.begin(transfer, location, len(draft), readers, direct, chunks)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
         """Announce tensors that are written."""
         self._check_open()
         with self.lock:
-            self.transfers.announce(_transfer(lease), first, digests)
+            self.transfers.layers.announce(_transfer(lease), first, digests)
 
     def publish(
         self,
@@ -506,7 +506,7 @@ class PooledProducer(Producer):
         """End a kept payload."""
         self._check_open()
         with self.lock:
-            return self.transfers.withdraw(key)
+            return self.transfers.kept.withdraw(key)
 
     def contains_kept(self, keys: Sequence[str]) -> Sequence[bool]:
         """Return whether each key is kept; each that is counts as used."""
@@ -518,7 +518,7 @@ class PooledProducer(Producer):
         """Return a kept payload as a reader in this process has it; None if there is none."""
         self._check_open()
         with self.lock:
-            transfer = self.transfers.find_kept(key)
+            transfer = self.transfers.kept.find(key)
             if transfer is None:
                 return None
             assert transfer.location is not None
@@ -594,7 +594,7 @@ class PooledProducer(Producer):
         if not self.transfers.kept:
             return False
         with self.lock:
-            return self.transfers.evict()
+            return self.transfers.kept.evict()
 
     def _free(self, transfer: Transfer) -> None:
         """Free the memory of a transfer."""

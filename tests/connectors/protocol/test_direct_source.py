@@ -87,16 +87,16 @@ class DirectBench(Bench):
 
     def begin(self, readers: int = 1) -> Transfer:
         transfer = self.reserve("k")
-        self.transfers.begin_stream(transfer, HERE, HEADER, readers, self.direct)
-        self.transfers.announce(transfer, 0, (b"", b""))
+        self.transfers.layers.begin(transfer, HERE, HEADER, readers, self.direct)
+        self.transfers.layers.announce(transfer, 0, (b"", b""))
         return transfer
 
     def follow(self, peer: str, number: int = 1) -> None:
         self.transfers.on_get(peer, Get(number, "k", streamed=True), 0.0)
 
     def take(self, transfer: Transfer, peer: str, number: int = 1) -> None:
-        self.transfers.on_sent(transfer, (peer, number), HEADER, HEADER + FIRST)
-        self.transfers.on_sent(transfer, (peer, number), START, NBYTES)
+        transfer.on_sent((peer, number), HEADER, HEADER + FIRST)
+        transfer.on_sent((peer, number), START, NBYTES)
 
     def commit(self, transfer: Transfer) -> None:
         self.transfers.commit([(transfer, HERE)], 99, 100.0)

@@ -107,8 +107,8 @@ def test_forms_sizes_and_times() -> None:
     table = table_of([])
     reserved, streaming, grow = Transfer("r", block=(0, 0, 4096)), Transfer("s"), Transfer("g")
     table.reserve([reserved, streaming, grow])
-    table.begin_stream(streaming, AT, 100, 2)
-    table.begin_stream(grow, AT, 100, 1, window=ChunkWindow(1, 9))
+    table.layers.begin(streaming, AT, 100, 2)
+    table.layers.begin(grow, AT, 100, 1, window=ChunkWindow(1, 9))
     chunks = [Transfer("g", stream=grow) for _ in range(3)]
     table.reserve(chunks)
     table.commit([(chunk, AT) for chunk in chunks], 1, math.inf)

@@ -47,7 +47,7 @@ def test_any_number_of_readers_at_once_and_one_after_the_other(bench: Bench) -> 
         assert state_of(kept) == "committed"
     assert bench.transfers.stats()["kept"] == 1
     assert bench.freed == []
-    assert bench.transfers.withdraw("k")
+    assert bench.transfers.kept.withdraw("k")
     bench.check_empty()
 
 
@@ -65,10 +65,10 @@ def test_a_withdrawn_payload_is_its_readers_until_they_release_it(
     kept = bench.keep("k")
     if is_leased:
         bench.request("a", 1, "k")
-    assert bench.transfers.withdraw("k")
+    assert bench.transfers.kept.withdraw("k")
     assert state_of(kept) == "withdrawn"
     assert bench.freed == [kept] * (not is_leased)
-    assert not bench.transfers.withdraw("k")
+    assert not bench.transfers.kept.withdraw("k")
     bench.sent_messages()
     bench.request("b", 1, "k")
     why = "it was kept, and its producer withdrew it"
@@ -80,7 +80,7 @@ def test_a_withdrawn_payload_is_its_readers_until_they_release_it(
     again = bench.keep("k")
     assert bench.offers() == [("b", offer(1, again))]
     bench.release("b", 1, again)
-    assert bench.transfers.withdraw("k")
+    assert bench.transfers.kept.withdraw("k")
     bench.check_empty()
 
 
@@ -88,7 +88,7 @@ def test_a_get_that_waits_is_told_that_the_payload_was_evicted(bench: Bench) -> 
     kept = bench.keep("k", expires=5.0)
     bench.request("a", 1, "k", now=5.0)  # it is not offered at this time
     bench.sent_messages()
-    assert bench.transfers.evict()
+    assert bench.transfers.kept.evict()
     [(_, status)] = bench.sent_messages()
     assert isinstance(status, Status)
     assert "evicted because memory was wanted" in status.phase
@@ -120,7 +120,7 @@ def test_a_reader_that_rejects_it_fails_it_for_all(bench: Bench) -> None:
     bench.request("b", 1, "k")
     bench.release("a", 1, kept, "rejected")
     assert state_of(kept) == "failed"
-    assert not bench.transfers.withdraw("k")
+    assert not bench.transfers.kept.withdraw("k")
     assert bench.contains("k") == (False,)
     assert bench.freed == []
     bench.release("b", 1, kept)
@@ -171,23 +171,23 @@ def test_only_what_is_kept_and_committed_is_withdrawn(bench: Bench) -> None:
     bench.put("counted")
     reserved = bench.reserve("reserved")
     streaming = bench.reserve("streaming")
-    bench.transfers.begin_stream(streaming, HERE, 7, None)
+    bench.transfers.layers.begin(streaming, HERE, 7, None)
     for key in ("counted", "reserved", "streaming", "unknown"):
-        assert not bench.transfers.withdraw(key)
-    assert not bench.transfers.evict()
+        assert not bench.transfers.kept.withdraw(key)
+    assert not bench.transfers.kept.evict()
     bench.commit_kept(reserved)
     bench.commit_kept(streaming)
-    assert bench.transfers.withdraw("reserved")
-    assert bench.transfers.withdraw("streaming")
+    assert bench.transfers.kept.withdraw("reserved")
+    assert bench.transfers.kept.withdraw("streaming")
 
 
 def test_a_stream_that_is_kept_has_readers_before_and_after_its_commit(bench: Bench) -> None:
     stream = bench.reserve("k")
-    bench.transfers.begin_stream(stream, HERE, 7, None)
+    bench.transfers.layers.begin(stream, HERE, 7, None)
     bench.request("a", 1, "k", streamed=True)
     bench.request("b", 1, "k", streamed=True)
     bench.request("c", 1, "k")
-    bench.transfers.announce(stream, 0, (b"",))
+    bench.transfers.layers.announce(stream, 0, (b"",))
     assert bench.contains("k") == (False,)
     bench.sent_messages()
     bench.release("b", 1, stream)  # before the commit: it has what it wanted
@@ -196,7 +196,7 @@ def test_a_stream_that_is_kept_has_readers_before_and_after_its_commit(bench: Be
     assert bench.contains("k") == (True,)
     bench.request("d", 1, "k", streamed=True)
     assert bench.offers() == [("d", offer(1, stream))]
-    assert not bench.transfers.evict()
+    assert not bench.transfers.kept.evict()
     for peer in "acd":
         bench.release(peer, 1, stream)
     assert state_of(stream) == "committed"
@@ -206,7 +206,7 @@ def test_a_stream_that_is_kept_has_readers_before_and_after_its_commit(bench: Be
 
 def test_a_stream_without_readers_is_kept_at_its_commit(bench: Bench) -> None:
     stream = bench.reserve("k")
-    bench.transfers.begin_stream(stream, HERE, 7, None)
+    bench.transfers.layers.begin(stream, HERE, 7, None)
     bench.commit_kept(stream)
     assert state_of(stream) == "committed"
     assert bench.evicted() == ["k"]
@@ -214,7 +214,7 @@ def test_a_stream_without_readers_is_kept_at_its_commit(bench: Bench) -> None:
 
 def test_a_kept_stream_that_is_given_up_is_not_kept(bench: Bench) -> None:
     stream = bench.reserve("k")
-    bench.transfers.begin_stream(stream, HERE, 7, None)
+    bench.transfers.layers.begin(stream, HERE, 7, None)
     bench.request("a", 1, "k", streamed=True)
     bench.transfers.abort(stream, "the model failed")
     assert state_of(stream) == "failed"
@@ -282,7 +282,7 @@ def test_the_end_of_a_disconnected_reader_makes_its_payload_idle(bench: Bench) -
     bench.request("b", 1, "k")
     assert len(bench.offers()) == 2
     bench.release("b", 1, kept)
-    assert not bench.transfers.evict()
+    assert not bench.transfers.kept.evict()
     bench.idle = 0
     bench.transfers.on_peer_lost("other")
     assert not bench.idle
@@ -296,7 +296,7 @@ def test_a_withdrawn_payload_of_a_disconnected_reader_is_freed_at_its_end(bench:
     kept = bench.keep("k")
     bench.request("a", 1, "k")
     bench.transfers.on_disconnect("a")
-    assert bench.transfers.withdraw("k")
+    assert bench.transfers.kept.withdraw("k")
     assert bench.freed == []
     bench.transfers.on_peer_lost("a")
     assert bench.freed == [kept]
@@ -306,7 +306,7 @@ def test_a_withdrawn_payload_of_a_disconnected_reader_is_freed_at_its_end(bench:
 def test_a_view_outlives_what_was_withdrawn(bench: Bench) -> None:
     kept, view = bench.keep("k"), object()
     bench.transfers.lend(kept, view)
-    assert bench.transfers.withdraw("k")
+    assert bench.transfers.kept.withdraw("k")
     assert bench.freed == []
     bench.transfers.on_view_freed(kept, view)
     assert bench.freed == [kept]
@@ -339,7 +339,7 @@ def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
     check_missing(MISSING)
     writing = bench.reserve("k")
     check_missing("still writing it")
-    bench.transfers.begin_stream(writing, HERE, 7, None)
+    bench.transfers.layers.begin(writing, HERE, 7, None)
     check_missing("still writing it")
     bench.request("a", 9, "k", waits=False, streamed=True)
     [(_, offered)] = bench.sent_messages()
@@ -349,10 +349,10 @@ def test_a_get_that_does_not_wait_is_answered_at_once(bench: Bench) -> None:
     bench.request("a", 9, "k", waits=False)
     assert bench.offers() == [("a", offer(9, writing))]
     bench.release("a", 9, writing)
-    bench.transfers.withdraw("k")
+    bench.transfers.kept.withdraw("k")
     check_missing("withdrew it")
     bench.keep("k")
-    bench.transfers.evict()
+    bench.transfers.kept.evict()
     check_missing("memory was wanted")
     counted = bench.put("k")
     bench.request("b", 1, "k", waits=False)
@@ -393,21 +393,21 @@ def test_a_miss_of_another_identity_is_counted_until_the_last_of_its_name_has_en
         return failed.reason, bench.transfers.stats()["other_identity"] - before
 
     assert check_missing() == (OTHER_IDENTITY, 2)
-    bench.transfers.withdraw(one)
+    bench.transfers.kept.withdraw(one)
     assert check_missing() == (OTHER_IDENTITY, 2)
     assert bench.contains(CacheIdentity("one").key("another block"), "plai") == (False, False)
-    bench.transfers.evict()
+    bench.transfers.kept.evict()
     assert check_missing() == (MISSING, 0)
 
 
 def test_what_is_remembered_of_them_is_bounded(bench: Bench) -> None:
     """A table that has kept many has no more than that which is kept now."""
     keys = [CacheIdentity("m").key(str(number)) for number in range(6000)]
+    kept = bench.transfers.kept
     for number, key in enumerate(keys):
         bench.keep(key, expires=1e9)
         if number >= 10:
-            assert bench.transfers.withdraw(key) if number % 2 else bench.transfers.evict()
-    kept = bench.transfers.kept
+            assert kept.withdraw(key) if number % 2 else kept.evict()
     sizes = len(kept), len(kept._kept), len(kept._idle), len(kept._names)
     assert sizes == (10, 10, 10, 10)
     assert len(bench.transfers._tombstones.delivered) <= 4096
@@ -436,10 +436,10 @@ def steps_among(count: int) -> dict[str, int]:
         "contains": lambda: bench.contains(*last),
         "stats": bench.transfers.stats,
         "tick": lambda: bench.transfers.tick(1.0),
-        "withdraw": lambda: bench.transfers.withdraw("new"),
+        "withdraw": lambda: bench.transfers.kept.withdraw("new"),
         "disconnect": lambda: bench.transfers.on_disconnect("a"),
         "lost": lambda: bench.transfers.on_peer_lost("a"),
-        "evict": bench.transfers.evict,
+        "evict": bench.transfers.kept.evict,
     }
     return {name: count_lines(call) for name, call in calls.items()}
 
@@ -462,7 +462,7 @@ def test_a_put_that_finds_all_in_use_does_not_look_at_all() -> None:
     for count in (300, 3000):
         bench = Bench()
         all_read(bench, count)
-        steps.append(count_lines(bench.transfers.evict))
+        steps.append(count_lines(bench.transfers.kept.evict))
         assert bench.transfers.stats()["kept"] == count
     assert steps[0] == steps[1]
 
@@ -472,5 +472,5 @@ def test_what_an_interrupt_has_lost_is_evicted_in_the_end() -> None:
     kept = all_read(bench, 300)
     bench.transfers.kept.lease(kept[250])
     kept[250].leases, kept[250].state = frozenset(), TransferState.COMMITTED
-    assert [bench.transfers.evict() for _ in range(4)] == [False, False, False, True]
+    assert [bench.transfers.kept.evict() for _ in range(4)] == [False, False, False, True]
     assert state_of(kept[250]) == "evicted"

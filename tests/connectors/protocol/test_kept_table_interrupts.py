@@ -45,11 +45,11 @@ def check_usable(bench: Bench, key: str = "k") -> None:
     bench.sent_messages()
     bench.request("z", 99, key, waits=False)
     assert bench.offers() == [("z", offer(99, kept))]
-    assert not bench.transfers.evict()
+    assert not bench.transfers.kept.evict()
     bench.release("z", 99, kept)
     assert state_of(kept) == "committed"
     if len(bench.freed) % 2:
-        assert bench.transfers.withdraw(key)
+        assert bench.transfers.kept.withdraw(key)
     else:
         assert bench.evicted() == [key]
     bench.check_empty()
@@ -110,7 +110,7 @@ def test_a_withdrawal_interrupted_at_each_line(is_leased: bool) -> None:
         bench.request("b", 1, "other")
         if is_leased:
             bench.request("a", 1, "k")
-        return partial(bench.transfers.withdraw, kept.key)
+        return partial(bench.transfers.kept.withdraw, kept.key)
 
     benches, states = run_interrupted(prepare), set[str]()
     assert len(benches) > 15
@@ -134,7 +134,7 @@ def test_an_eviction_interrupted_at_each_line() -> None:
 
     def prepare(bench: Bench) -> Callable[[], object]:
         bench.keep("k")
-        return bench.transfers.evict
+        return bench.transfers.kept.evict
 
     benches, states = run_interrupted(prepare), set[str]()
     assert len(benches) > 15

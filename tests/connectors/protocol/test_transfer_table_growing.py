@@ -23,7 +23,7 @@ class StreamBench(Bench):
         super().__init__()
         self.head = self.reserve("g")
         self.window = ChunkWindow[Transfer](readers, window)
-        self.transfers.begin_stream(self.head, HERE, 50, readers, window=self.window)
+        self.transfers.layers.begin(self.head, HERE, 50, readers, window=self.window)
 
     def open(self, peer: str, start: int = 0, number: int = 1) -> None:
         self.transfers.on_get(peer, Get(number, "g", True, number, start), 0.0)

@@ -30,7 +30,7 @@ class StreamBench(Bench):
 
     def begin(self, key: str = "k", readers: int = 1) -> Transfer:
         transfer = self.reserve(key)
-        self.transfers.begin_stream(transfer, HERE, DRAFT, readers)
+        self.transfers.layers.begin(transfer, HERE, DRAFT, readers)
         return transfer
 
     def follow(self, peer: str, number: int, key: str = "k") -> None:
@@ -61,8 +61,8 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
     bench.follow("a", 1)
     transfer = bench.begin()
     assert state_of(transfer) == "streaming"
-    bench.transfers.announce(transfer, 0, K)
-    bench.transfers.announce(transfer, 2, V)
+    bench.transfers.layers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 2, V)
     bench.commit(transfer)
     assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it")),
@@ -81,11 +81,11 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
 def test_late_reader_is_sent_the_earlier_layers_first(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.follow("a", 1)
-    bench.transfers.announce(transfer, 2, V)
+    bench.transfers.layers.announce(transfer, 2, V)
     bench.sent_messages()
     bench.follow("b", 7)
     assert bench.sent_messages() == [("b", draft(7, transfer)), ("b", Layer(7, 2, V))]
-    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 0, K)
     assert sorted(bench.sent_messages(), key=repr) == [("a", Layer(1, 0, K)), ("b", Layer(7, 0, K))]
 
 
@@ -93,7 +93,7 @@ def test_a_plain_reader_waits_for_the_commit(bench: StreamBench) -> None:
     transfer = bench.begin(readers=2)
     bench.request("a", 1, "k")
     bench.follow("b", 2)
-    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 0, K)
     assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it")),
         ("b", draft(2, transfer)),
@@ -110,7 +110,7 @@ def test_a_reader_of_layers_takes_a_whole_payload(bench: StreamBench) -> None:
     transfer = bench.put("k", readers=2)
     bench.follow("a", 1)
     stream = bench.begin("s")
-    bench.transfers.announce(stream, 0, K)
+    bench.transfers.layers.announce(stream, 0, K)
     bench.commit(stream)
     bench.sent_messages()
     bench.follow("b", 2, "s")
@@ -123,7 +123,7 @@ def test_no_more_readers_than_declared(bench: StreamBench) -> None:
     bench.follow("a", 1)
     bench.follow("b", 2)
     bench.request("c", 3, "k")
-    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 0, K)
     bench.commit(transfer)
     assert [peer for peer, message in bench.sent_messages() if not isinstance(message, Status)] == [
         "a"
@@ -137,7 +137,7 @@ def test_a_reader_that_is_lost_amid_a_stream_is_replaced(bench: StreamBench, how
     transfer = bench.begin()
     bench.follow("a", 1)
     bench.request("w", 4, "k")
-    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 0, K)
     bench.follow("b", 2)
     bench.sent_messages()
     if how == "unread":
@@ -149,7 +149,7 @@ def test_a_reader_that_is_lost_amid_a_stream_is_replaced(bench: StreamBench, how
     assert bench.sent_messages() == [("b", draft(2, transfer)), ("b", Layer(2, 0, K))]
     assert state_of(transfer) == "streaming"
     assert bench.transfers.stats()["redelivered"] == 1
-    bench.transfers.announce(transfer, 2, V)
+    bench.transfers.layers.announce(transfer, 2, V)
     bench.commit(transfer)
     assert bench.sent_messages() == [("b", Layer(2, 2, V)), ("b", Committed(2))]
     bench.release("b", 2, transfer)
@@ -163,7 +163,7 @@ def test_the_last_reader_is_lost_and_the_stream_goes_on(bench: StreamBench) -> N
     transfer = bench.begin()
     bench.follow("a", 1)
     bench.transfers.on_peer_lost("a")
-    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 0, K)
     assert state_of(transfer) == "streaming"
     bench.commit(transfer, expires=10.0)
     assert state_of(transfer) == "committed"
@@ -188,7 +188,7 @@ def test_commit_after_every_reader_released(bench: StreamBench) -> None:
     assert state_of(transfer) == "streaming"
     assert not transfer.is_done
     assert bench.freed == []
-    bench.transfers.announce(transfer, 0, K)
+    bench.transfers.layers.announce(transfer, 0, K)
     bench.commit(transfer)
     assert state_of(transfer) == "released"
     assert bench.freed == [transfer]
@@ -217,7 +217,7 @@ def test_rejection_ends_it_for_all(bench: StreamBench) -> None:
     assert sorted(bench.failures()) == [("a", 1, why), ("b", 2, why), ("c", 3, why)]
     assert state_of(transfer) == "failed"
     with pytest.raises(TransferFailed, match="rejected it: bad"):
-        bench.transfers.announce(transfer, 0, K)
+        bench.transfers.layers.announce(transfer, 0, K)
     with pytest.raises(TransferFailed, match="rejected it: bad"):
         bench.commit(transfer)
     bench.follow("d", 4)

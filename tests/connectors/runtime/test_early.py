@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import KVLink, TransferFailed
-from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.protocol.layer_table import LayerTable
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link import put_operation as sending
 from omni_kvlink.link.direct_put import DirectPut
@@ -96,7 +96,7 @@ def test_nothing_is_announced_without_a_waiting_get(
     producer: KVProducer, monkeypatch: pytest.MonkeyPatch, reader: RemoteLink
 ) -> None:
     begun = list[object]()
-    monkeypatch.setattr(TransferTable, "begin_stream", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(LayerTable, "begin", lambda *arguments: begun.append(arguments))
     producer.put(RECIPE.make())
     assert reader.call("get", key="k", timeout=60, verify="full") == fingerprint(RECIPE.make())
     assert not begun

@@ -100,7 +100,7 @@ class Bench:
     def evicted(self) -> list[str]:
         """Evict all that can be; return their keys in this order."""
         before = len(self.freed)
-        while self.transfers.evict():
+        while self.transfers.kept.evict():
             pass
         assert all(state_of(each) == "evicted" for each in self.freed[before:])
         return [each.key for each in self.freed[before:]]
@@ -110,7 +110,7 @@ class Bench:
         stats = self.transfers.stats()
         names = ("live", "leased", "waiting", "pinned", "kept")
         assert {name: stats[name] for name in names} == dict.fromkeys(names, 0)
-        assert not self.transfers.evict()
+        assert not self.transfers.kept.evict()
         assert self.taken == 0
 
     def offers(self) -> list[tuple[str, Message]]:

@@ -86,7 +86,7 @@ class FarProducer(Producer):
             return
         header = PLANS[key].encode()
         self._write_draft(transfer, header)
-        self.transfers.begin_stream(transfer, self.location(transfer), len(header), readers)
+        self.transfers.layers.begin(transfer, self.location(transfer), len(header), readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -103,7 +103,7 @@ class FarProducer(Producer):
             for n, spec in enumerate(plan.tensors)
         ]
         direct = DirectSource(head, len(header), tensors, plan.nbytes)
-        self.transfers.begin_stream(transfer, self.location(transfer), len(header), readers, direct)
+        self.transfers.layers.begin(transfer, self.location(transfer), len(header), readers, direct)
         until = self.clock.now + ttl
         self.clock.soon(partial(self._announce, transfer, 0, owned, until))
 
@@ -113,7 +113,7 @@ class FarProducer(Producer):
             return
         try:
             if layer < LAYERS:
-                self.transfers.announce(transfer, layer, (b"",))
+                self.transfers.layers.announce(transfer, layer, (b"",))
                 layer += 1
             elif transfer.is_sent:
                 self.transfers.commit(
@@ -135,7 +135,7 @@ class FarProducer(Producer):
         """Send a range of the caller's tensors; runs later than the request."""
         if peer in self.connections:
             peer.send_range(fetch, bytes(piece.view()))
-        self.transfers.on_sent(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
+        transfer.on_sent((peer, fetch.get_id), fetch.start, fetch.stop)
 
     def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
         transfer = self.transfers.find_leased(peer, fetch.get_id, fetch.epoch)

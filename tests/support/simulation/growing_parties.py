@@ -34,7 +34,7 @@ class GrowingWriter:
         self._head, self._window = head, ChunkWindow[Transfer](readers, WINDOW)
         self._appended: list[Transfer] = []
         draft, location = producer.begin_growing(head), producer.location(head)
-        producer.transfers.begin_stream(head, location, draft, readers, window=self._window)
+        producer.transfers.layers.begin(head, location, draft, readers, window=self._window)
         producer.clock.soon(self._append, 0.1)
 
     def _append(self) -> None:

@@ -20,7 +20,7 @@ OUTCOMES = ("missing", "withdrawn", "evicted", "asked")
 def evict(producer: Producer) -> None:
     """Evict a payload: one that nobody uses."""
     chosen = producer.transfers.kept.find_least_recent()
-    if producer.alive and producer.transfers.evict():
+    if producer.alive and producer.transfers.kept.evict():
         assert chosen is not None
         assert chosen.state.value == "evicted"
         assert not (chosen.leases | chosen.pins | chosen.views), "it was evicted while in use"
@@ -29,7 +29,7 @@ def evict(producer: Producer) -> None:
 def withdraw(producer: Producer, key: str) -> None:
     """Withdraw a payload, also while readers have it."""
     if producer.alive:
-        producer.transfers.withdraw(key)
+        producer.transfers.kept.withdraw(key)
 
 
 def withdraw_all(producer: Producer) -> None:

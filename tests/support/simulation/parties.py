@@ -167,7 +167,7 @@ class Producer:
         transfer = self.reserve(key)
         if transfer is None:
             return
-        self.transfers.begin_stream(transfer, self.location(transfer), 7, readers)
+        self.transfers.layers.begin(transfer, self.location(transfer), 7, readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -253,7 +253,7 @@ class Producer:
             return
         self._write_tensor(transfer, layer)
         try:
-            self.transfers.announce(transfer, layer, (b"",))
+            self.transfers.layers.announce(transfer, layer, (b"",))
         except TransferFailed:
             self.transfers.abort(transfer)
             return
