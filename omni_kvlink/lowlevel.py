@@ -66,7 +66,7 @@ from omni_kvlink.link import open_chunks as open_chunks
 from omni_kvlink.link import open_delivery as open_delivery
 from omni_kvlink.link import open_stream as open_stream
 from omni_kvlink.memory.arena import ArenaPool as ArenaPool
-from omni_kvlink.memory.arena import Block as Block
+from omni_kvlink.memory.block import Block as Block
 from omni_kvlink.memory.mapping import Mapping as Mapping
 from omni_kvlink.memory.mapping import is_sealed as is_sealed
 from omni_kvlink.memory.region import Region as Region

@@ -235,6 +235,28 @@ class PutRequest(Protocol):
     """The lease of an append stream, of which the payload is the next chunk."""
 
 
+class KeptPayloads(Protocol):
+    """The payloads that a producer keeps, for any number of readers."""
+
+    def withdraw(self, key: str) -> bool:
+        """End a payload; False if there is none. Its readers go on, and new ones wait."""
+
+    def contains(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Return whether each key is kept; each that is counts as used."""
+
+    def lend(self, key: str) -> Delivery | None:
+        """Return a payload as a reader in this process has it; None if there is none.
+
+        It is in use until the last view of its region is freed, and a reject fails it for all.
+        """
+
+    def set_backing(self, backing: Backing) -> None:
+        """Have gets of what is not in memory ask `backing`, which may put it; see `Backing`."""
+
+    def fail_missing(self, key: str, reason: str) -> None:
+        """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""
+
+
 class Producer(Connector):
     """The end of a link that sends payloads. A batch is the primitive, one payload a batch of one.
 
@@ -337,8 +359,8 @@ class Producer(Connector):
 
         All of them are committed, or, on an error, none; an interrupt may leave some. They expire
         after `ttl` seconds. With `readers` None they are kept, for any number of readers, until
-        `withdraw`, or until a `reserve` that finds no memory evicts one that nobody uses, the least
-        recently used first. A payload of the caller's tensors waits for its readers until
+        `kept.withdraw`, or until a `reserve` that finds no memory evicts one that nobody uses, the
+        least recently used first. A payload of the caller's tensors waits for its readers until
         `deadline` (`time.monotonic`). `extra` is the metadata at the end of the first, a stream.
 
         Raises:
@@ -354,35 +376,13 @@ class Producer(Connector):
         With `deferred` it returns before that is done and takes no lock: for finalizers.
         """
 
-    def withdraw(self, key: str) -> bool:
-        """End a kept payload; False if there is none. Its readers go on, and new ones wait.
+    @property
+    def kept(self) -> KeptPayloads:
+        """The payloads that are published with `readers` None.
 
-        KVLinkError if the connector keeps no payloads; its `publish` refuses `readers` None, too.
+        KVLinkError if the connector keeps none; its `publish` refuses them, too.
         """
         raise KVLinkError(f"link {self._label} keeps no payloads: put them for a number of readers")
-
-    def contains_kept(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return what `KVConsumer.contains` answers; KVLinkError if it keeps no payloads."""
-        raise KVLinkError(f"link {self._label} keeps no payloads")
-
-    def lend_kept(self, key: str) -> Delivery | None:
-        """Return a kept payload as a reader in this process has it; None if there is none.
-
-        It is in use until the last view of its region is freed, and a reject fails it for all.
-        KVLinkError if the connector keeps no payloads.
-        """
-        raise KVLinkError(f"link {self._label} keeps no payloads")
-
-    def set_backing(self, backing: Backing) -> None:
-        """Have gets of what is not in memory ask `backing`, which may put it; see `Backing`.
-
-        KVLinkError if the connector keeps no payloads.
-        """
-        raise KVLinkError(f"link {self._label} keeps no payloads")
-
-    def fail_missing(self, key: str, reason: str) -> None:
-        """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""
-        raise KVLinkError(f"link {self._label} keeps no payloads")
 
     @abstractmethod
     def fail(self, key: str, reason: str, *, aborted: bool = False) -> None:

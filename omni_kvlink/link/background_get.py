@@ -18,8 +18,10 @@ from omni_kvlink.errors import (
     format_seconds,
     without_frames,
 )
-from omni_kvlink.link.consumer import begin, can_retry, get_requests, open_stream, stream_request
+from omni_kvlink.link.consumer import begin, can_retry, stream_request
 from omni_kvlink.link.copy_into import CopyInto
+from omni_kvlink.link.get_requests import get_requests
+from omni_kvlink.link.received_stream import open_stream
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.settings import Flag
 from omni_kvlink.system.waits import Deadline, check_timeout

@@ -1,13 +1,8 @@
-"""`KVConsumer`, the receiving end of a link, and what its gets return.
-
-One long file: the ways to receive share their wait, its repetition and how a payload is opened, and
-`Received` is what all of them return.
-"""
+"""`KVConsumer`, the receiving end of a link, and what its gets return."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
@@ -20,9 +15,10 @@ from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.copy_into import CopyInto, Into, Targets
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.end_metadata import extra_of
+from omni_kvlink.link.get_requests import check_ids, get_requests
 from omni_kvlink.link.read_block import ReceivedPayload, scatter_delivery
 from omni_kvlink.link.received_batch import PendingBatch, ReceivedBatch
-from omni_kvlink.link.received_stream import ReceivedStream
+from omni_kvlink.link.received_stream import ReceivedStream, open_stream
 from omni_kvlink.payload.append_stream import check_chunk, open_chunk, tensors_of_chunk
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, targets_of
 from omni_kvlink.payload.chunk_requests import ChunkRequests
@@ -38,6 +34,7 @@ from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.messages import Inspected
@@ -274,19 +271,6 @@ def begin(
     return consumer._end.begin(requests, timeout=limit, verify=verify != "off")
 
 
-def get_requests(request_ids: Iterable[str], *, wait: bool = True) -> list[GetRequest]:
-    """Return a request for each id, as of `check_ids`."""
-    _FLAG.read(wait, "wait")
-    return [GetRequest(each, waits=wait) for each in check_ids(request_ids)]
-
-
-def check_ids(request_ids: Iterable[str]) -> list[str]:
-    """Return request ids, also those of a generator; SchemaError for a single one."""
-    if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
-        raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    return list(map(check_request_id, request_ids))
-
-
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
     """Whether a get that ended with PeerLostError can be requested again.
 
@@ -301,27 +285,6 @@ def inspect_page(consumer: KVConsumer, after: int, prefix: str, *, timeout: floa
     """Ask for the payloads above the epoch `after`; see `Consumer.inspect`."""
     consumer._check_open()
     return consumer._end.inspect(after, prefix, timeout=timeout)
-
-
-def open_delivery(
-    consumer: KVConsumer, delivery: Delivery, *, started: float, verify: Verify = "auto"
-) -> Received:
-    """Check what `PendingGet.wait` returned and make views of it; `verify` as for `KVConsumer.get`.
-
-    `started` is when the get began, on the clock of `time.perf_counter`; for the ledger. A payload
-    that raises IntegrityError, VersionError or WireError is rejected at its producer.
-    """
-    check_verify(verify)
-    copier, layouts = consumer._copier, consumer._layouts
-    return Received(delivery, copier, layouts, started=started, verify=verify)
-
-
-def open_stream(
-    consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
-) -> ReceivedStream:
-    """`open_delivery` for `begin_get(…, streamed=True)`; `timeout` seconds for each layer."""
-    copier, layouts = consumer._copier, consumer._layouts
-    return ReceivedStream(delivery, copier, layouts, timeout=timeout, started=started)
 
 
 def stream_request(request_id: str, start: int, verify: Verify) -> GetRequest:

@@ -61,7 +61,7 @@ def set_backing(producer: KVProducer, backing: Backing) -> None:
 
     KVLinkError if the connector keeps no payloads.
     """
-    producer._end.set_backing(backing)
+    producer._end.kept.set_backing(backing)
 
 
 def fail_missing(producer: KVProducer, key: str, reason: str) -> None:
@@ -70,4 +70,4 @@ def fail_missing(producer: KVProducer, key: str, reason: str) -> None:
     Unlike after `KVProducer.fail`, later gets may wait again.
     """
     producer._check_open()
-    producer._end.fail_missing(key, reason)
+    producer._end.kept.fail_missing(key, reason)

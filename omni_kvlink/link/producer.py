@@ -274,7 +274,7 @@ class KVProducer(LinkEnd):
         MissingError. KVLinkError if the connector keeps no payloads.
         """
         self._check_open()
-        return self._end.withdraw(check_request_id(request_id))
+        return self._end.kept.withdraw(check_request_id(request_id))
 
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
+    from omni_kvlink.link.end import LinkEnd
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.layout_cache import LayoutCache
     from omni_kvlink.payload.manifest import Manifest
@@ -408,3 +409,11 @@ class ReceivedStream(ReadBlock):
                 self.delivery.reject(f"{spec.where()}: a digest of another length")
                 raise WireError(f"{spec.where()}: a digest of another length was announced")
         return manifest.with_digests(digests)
+
+
+def open_stream(
+    consumer: LinkEnd, delivery: Delivery, *, started: float, timeout: float
+) -> ReceivedStream:
+    """`open_delivery` for `begin_get(…, streamed=True)`; `timeout` seconds for each layer."""
+    copier, layouts = consumer._copier, consumer._layouts
+    return ReceivedStream(delivery, copier, layouts, timeout=timeout, started=started)

@@ -12,11 +12,12 @@ import threading
 import time
 from bisect import bisect_left
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
 from omni_kvlink.memory.arena_index import ArenaIndex
-from omni_kvlink.memory.mapping import Mapping, available_bytes, check_available
+from omni_kvlink.memory.block import OUTSIDE, Block, BlockOwner, Holder, Part
+from omni_kvlink.memory.mapping import MakeArena, Mapping, available_bytes, check_available
 from omni_kvlink.system.threads import lower_priority, start_thread
 from omni_kvlink.system.waits import NEVER, check_deadline
 
@@ -141,35 +142,6 @@ _OFFSET_BITS = 63
 _OFFSETS = (1 << _OFFSET_BITS) - 1
 
 
-class Block(NamedTuple):
-    """A reserved part of a pool: the arena's number, the offset in it, and the length in bytes.
-
-    In the arena `OUTSIDE` it is a part of the quota, for memory that is not the pool's.
-    """
-
-    arena: int
-    offset: int
-    nbytes: int
-
-
-Part: TypeAlias = "tuple[int, int, int]"
-"""The values of a `Block`. Python's cyclic collector forgets a tuple of numbers, but no `Block`."""
-OUTSIDE = -1
-
-
-class BlockOwner(Protocol):
-    """An object that has a block of a pool, or None."""
-
-    block: Part | None
-
-
-class Holder:
-    """A `BlockOwner` that is nothing else."""
-
-    def __init__(self, block: Part | None = None):
-        self.block = block
-
-
 class _Growth:
     """The means of a `reserve` that needs an arena: the quota for it, or a lock that wakes it."""
 
@@ -184,10 +156,6 @@ def _locked() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
-
-
-MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
-"""Maps an arena of so many bytes, while the function that it is given returns True."""
 
 
 class ArenaPool:
@@ -509,8 +477,7 @@ class ArenaPool:
         return None if best is None else self._take(best, nbytes, owner)
 
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
-        """Reserve a block in an arena that has room."""
-        self._complete()
+        """Reserve a block in an arena that has room; `_complete` was called."""
         arena = self._arenas[number][0]
         change = arena.plan_block(nbytes)
         block, used, blocks = (number, change[2], nbytes), self._used + nbytes, self._blocks + 1
@@ -619,17 +586,15 @@ class ArenaPool:
         return not self._closed
 
     def _full(self, nbytes: int, waited: float) -> CapacityError:
-        arenas = [arena for arena, _ in self._arenas.values()]
-        reclaimable = sum(arena.nbytes for arena in arenas if not arena.blocks)
-        holes = (arena.largest_hole for arena in arenas)
-        free = max(self.quota - self._mapped + reclaimable, *holes, 0)
+        self._complete()
+        reclaimable = sum(self._index.empty.values())
+        free = max(self.quota - self._mapped + reclaimable, self._index.largest_hole)
         if nbytes > self.quota:
             text = f"{nbytes} bytes never fit into a quota of {self.quota}: open the link with "
             return CapacityError(f"{text}quota={nbytes} or more", requested=nbytes, free=free)
         return CapacityError(
-            f"{nbytes} bytes requested, {free} free of a quota of {self.quota} "
-            f"after {format_seconds(waited)}: "
-            "raise quota=, or wait until readers release their payloads",
+            f"{nbytes} bytes requested, {free} free of a quota of {self.quota} after "
+            f"{format_seconds(waited)}: raise quota=, or wait until readers release their payloads",
             requested=nbytes,
             free=free,
         )

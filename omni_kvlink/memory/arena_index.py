@@ -45,3 +45,8 @@ class ArenaIndex:
         """The number of the arena with the least hole that has `nbytes`, or None."""
         position = bisect_left(self._by_hole, nbytes << _NUMBER_BITS)
         return self._by_hole[position] & _NUMBERS if position < len(self._by_hole) else None
+
+    @property
+    def largest_hole(self) -> int:
+        """The bytes of the largest hole of any arena; 0 if there is none."""
+        return self._by_hole[-1] >> _NUMBER_BITS if self._by_hole else 0

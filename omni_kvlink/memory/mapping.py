@@ -19,7 +19,7 @@ from collections import deque
 from errno import EINVAL
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, UnavailableError
 from omni_kvlink.memory.region import CallAtEnd, Region, address_of_buffer, closer, take
@@ -358,3 +358,7 @@ def is_sealed(fd: int) -> bool:
         return False  # not a memfd
     status = os.fstat(fd)
     return is_final and status.st_blocks * 512 >= status.st_size
+
+
+MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
+"""Maps an arena of so many bytes, while the function that it is given returns True."""

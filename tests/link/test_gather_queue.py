@@ -138,8 +138,10 @@ def test_a_forgotten_stream_waits_for_what_is_under_way(
     ends: tuple[KVProducer, KVConsumer], late: Late
 ) -> None:
     producer, _ = ends
-    forgetting = threading.Thread(target=_forget, args=(producer,))
+    written = threading.Event()
+    forgetting = threading.Thread(target=_forget, args=(producer, written))
     forgetting.start()
+    assert written.wait(60)
     forgetting.join(0.2)
     assert producer.stats()["memory"]["blocks"] == 1
     late.go.set()
@@ -162,9 +164,10 @@ def test_a_forgotten_stream_takes_no_lock(ends: tuple[KVProducer, KVConsumer], l
     until_freed(ends[0])
 
 
-def _forget(producer: KVProducer) -> None:
+def _forget(producer: KVProducer, written: threading.Event) -> None:
     out = producer.stream_put(RECIPE.make())
     write(out)
+    written.set()
     with pytest.warns(ResourceWarning, match="not committed"):
         del out
 

@@ -17,7 +17,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
-from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block, Holder
+from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool
+from omni_kvlink.memory.block import Block, Holder
 from omni_kvlink.memory.mapping import STEP, Mapping
 from omni_kvlink.testing.rig import until
 from support.payloads.strategies import EXAMPLES

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
-    from omni_kvlink.memory.arena import Block
+    from omni_kvlink.memory.block import Block
 
 
 class TransferIdentity(NamedTuple):

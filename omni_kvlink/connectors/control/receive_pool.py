@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omni_kvlink.errors import CapacityError, KVLinkError
-from omni_kvlink.memory.arena import ArenaPool, Block, Holder
+from omni_kvlink.memory.arena import ArenaPool
+from omni_kvlink.memory.block import Block, Holder
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.memory.region import CallAtEnd, Region
 from omni_kvlink.system.threads import start_thread
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.link_lanes import LinkLanes
     from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
-    from omni_kvlink.memory.arena import MakeArena
+    from omni_kvlink.memory.mapping import MakeArena
     from omni_kvlink.payload.layout_cache import LayoutCache
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.fetch_plan import ArrivingChunk
     from omni_kvlink.connectors.protocol.get_table import GetLease, GetRequest
     from omni_kvlink.connectors.protocol.messages import Offer, Outcome
-    from omni_kvlink.memory.arena import Block
+    from omni_kvlink.memory.block import Block
     from omni_kvlink.payload.layout_cache import LayoutCache
     from omni_kvlink.payload.manifest import Manifest, TensorSpec
 

@@ -54,6 +54,15 @@ class Pins:
                 nbytes[peer] += transfer.location.nbytes if transfer.location is not None else 0
         return nbytes
 
+    def describe(self) -> str:
+        """Return the disconnected processes that keep memory, with the cure; "" if none does."""
+        pinned = sorted((getattr(peer, "name", ""), n) for peer, n in self.nbytes().items())
+        if not pinned:
+            return ""
+        readers = ", ".join(f"{name}: {nbytes} bytes" for name, nbytes in pinned)
+        text = "memory is kept for processes that were disconnected and may still read it"
+        return f"; {text} ({readers}): end those processes"
+
     def list_after(self, epoch: int, limit: int) -> list[Transfer]:
         """The transfers above an epoch, in the order of their epochs, `limit` of them at most."""
         epochs = sorted(self._transfers)

@@ -14,7 +14,8 @@ from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import Location
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
-from omni_kvlink.memory.arena import Part
+from omni_kvlink.memory.block import Part
+from omni_kvlink.memory.region import Lease
 from omni_kvlink.system import process
 from omni_kvlink.system.waits import LazyEvent, check_timeout, made_of
 
@@ -181,6 +182,17 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
     def is_offerable(self) -> bool:
         """Whether it is complete and readers are missing."""
         return self.unclaimed > 0 and self.state._value_ in _OFFERABLE
+
+
+class PackedLease(Lease):
+    """A lease of no memory, of a payload that travels inside its offers; `abort` ends that."""
+
+    def __init__(self, transfer: Transfer, abort: Callable[[Transfer], None]):
+        self.tag, self._transfer, self._abort = transfer, transfer, abort
+
+    def release(self) -> None:
+        """Give the payload up, unless it is published; a second call does nothing."""
+        self._abort(self._transfer)
 
 
 class Ledger(msgspec.Struct, gc=False):

@@ -6,12 +6,14 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.connectors.protocol.path import MAX_PATHS, LinkPath, path_refusal
+
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.messages import Message
-    from omni_kvlink.connectors.protocol.path import LinkPath
 
 _log = logging.getLogger("omni_kvlink")
 
@@ -115,3 +117,31 @@ class PeerHandle:
         self.path, self.path_names = path, path.names
         if is_new:
             _log.info("reader %s is connected by %s: %s", self.name, path.name, path.why)
+
+
+def open_all(listeners: Sequence[Listener], opened: Future[None]) -> None:
+    """Open the listeners, in the loop; report it to the thread that makes the producer."""
+    try:
+        for listener in listeners:
+            listener.open()
+    except Exception as error:
+        opened.set_exception(error)
+    else:
+        opened.set_result(None)
+
+
+def path_refusals(listeners: Sequence[Listener], require: tuple[str, ...]) -> str:
+    """Return why no reader can ever have a path as required; "" if one can."""
+    paths: list[LinkPath | None] = [path for listener in listeners for path in listener.paths]
+    refusals = [path_refusal(path, require) for path in paths or [None]]
+    return "; ".join(filter(None, refusals)) if all(refusals) else ""
+
+
+def reader_paths(listeners: Sequence[Listener]) -> list[dict[str, Any]]:
+    """Return the path of each reader, of `MAX_PATHS` at most, as JSON values."""
+    readers = [peer for listener in listeners for peer in listener.readers()]
+    return [
+        {"reader": peer.name, **peer.path.to_dict()}
+        for peer in readers[:MAX_PATHS]
+        if peer.path is not None
+    ]

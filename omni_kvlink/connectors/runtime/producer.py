@@ -1,8 +1,4 @@
-"""The producer of every connector with pooled memory.
-
-One long file: it is the contract of `Producer` and that of the listeners around one lock, one table
-of transfers and one pool; each method is short, and none of these three is anybody else's.
-"""
+"""`PooledProducer`: one lock, one table of transfers, one pool, and the listeners around them."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from weakref import WeakMethod
 
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
-from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.inspection import inspected_page
 from omni_kvlink.connectors.protocol.messages import (
@@ -42,13 +37,27 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
     write_head,
 )
-from omni_kvlink.connectors.protocol.path import MAX_PATHS, LinkPath, path_refusal
-from omni_kvlink.connectors.protocol.transfer import Claim, Ledger, Peer, Receipt, Transfer
+from omni_kvlink.connectors.protocol.transfer import (
+    Claim,
+    Ledger,
+    PackedLease,
+    Peer,
+    Receipt,
+    Transfer,
+)
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.connectors.runtime.append_window import wait_for_room
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.connectors.runtime.lent_payload import LentPayload
-from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.kept_payloads import PooledKeptPayloads
+from omni_kvlink.connectors.runtime.listener import (
+    Listener,
+    PeerHandle,
+    open_all,
+    path_refusals,
+    reader_paths,
+)
+from omni_kvlink.connectors.runtime.outbox import Outbox
 from omni_kvlink.errors import (
     CapacityError,
     ConnectorError,
@@ -57,25 +66,14 @@ from omni_kvlink.errors import (
     WireError,
     format_seconds,
 )
-from omni_kvlink.memory.arena import ArenaPool, MakeArena
+from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.memory.region import CallAtEnd, Lease, Region, call_if_alive
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from omni_kvlink.connectors.protocol.kept_table import Backing
+    from omni_kvlink.memory.mapping import MakeArena
     from omni_kvlink.system.waits import Deadline
-
-
-class PackedLease(Lease):
-    """The lease of a payload that travels inside its offers: it has no memory."""
-
-    def __init__(self, transfer: Transfer, abort: Callable[[Transfer], None]):
-        self.tag, self._transfer, self._abort = transfer, transfer, abort
-
-    def release(self) -> None:
-        """Give the payload up, unless it is published; a second call does nothing."""
-        self._abort(self._transfer)
 
 
 Opener = Callable[["PooledProducer"], Listener]
@@ -105,10 +103,10 @@ class PooledProducer(Producer):
         super().__init__(repr(name))
         self._name, self._options, self.inline_limit = name, options, options.inline
         self.lock = threading.Lock()
-        self.transfers = TransferTable(self._send, self._free)
+        self._outbox = Outbox()
+        self.transfers = TransferTable(self._outbox.send, self._free)
         self.listeners: list[Listener] = []
         self.incarnation = os.urandom(8).hex()
-        self._unsent: dict[PeerHandle, list[Message]] | None = None  # while several are collected
         # An RLock, for interrupts: see docs/threads.md.
         self._reserving = threading.RLock()
         pooled = options.mode == "pooled" or is_one_arena
@@ -121,7 +119,8 @@ class PooledProducer(Producer):
         try:
             for opener in openers:
                 self.listeners.append(opener(self))
-            self._check_paths()
+            if refusal := path_refusals(self.listeners, self.require):
+                raise ConnectorError(f"link {self._label}: {refusal}")
             self._queueing = [listener for listener in self.listeners if listener.has_queue]
             # Weakly: a thread must not keep it.
             on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
@@ -130,20 +129,11 @@ class PooledProducer(Producer):
             elif options.prefault is None and pooled and is_shared:
                 self.pool.begin_ahead(on_mapped)
             opened = Future[None]()
-            self.loop.call(partial(_open_all, self.listeners, opened))
+            self.loop.call(partial(open_all, self.listeners, opened))
             opened.result()
         except BaseException:
             self.close()
             raise
-
-    def _check_paths(self) -> None:
-        """Raise ConnectorError if no reader can ever have a path as required."""
-        paths: list[LinkPath | None] = [
-            path for listener in self.listeners for path in listener.paths
-        ]
-        refusals = [path_refusal(path, self.require) for path in paths or [None]]
-        if all(refusals):
-            raise ConnectorError(f"link {self._label}: {'; '.join(filter(None, refusals))}")
 
     # For listeners, in the loop's thread
 
@@ -168,7 +158,7 @@ class PooledProducer(Producer):
             if len(messages) == 1:
                 self._handle(peer, now, messages[0])
             else:
-                self._coalesce(lambda: [*map(partial(self._handle, peer, now), messages)])
+                self._outbox.coalesce(lambda: [*map(partial(self._handle, peer, now), messages)])
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone, and so is its access to the memory."""
@@ -243,6 +233,12 @@ class PooledProducer(Producer):
         """Let the loop answer readers."""
         self.loop.give_way()
 
+    @property
+    def kept(self) -> PooledKeptPayloads:
+        """The kept payloads of the open producer."""
+        self._check_open()
+        return PooledKeptPayloads(self.transfers, self.lock, self.piece, self.loop.call)
+
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits that takes the payload while it is written."""
         self._check_open()
@@ -265,7 +261,8 @@ class PooledProducer(Producer):
         for request in requests:
             stream = None if request.stream is None else _transfer(request.stream)
             if stream is not None:
-                self._wait_for_window(stream, deadline)
+                assert stream.window is not None
+                wait_for_room(stream.window, self.lock, deadline)
             transfer = Transfer(request.key, inline=request.packed, stream=stream)
             transfers.append(transfer)
             if request.packed:
@@ -313,7 +310,7 @@ class PooledProducer(Producer):
                         transfer.inline = b""
             with self.lock:
                 if is_batch:
-                    self._coalesce(partial(self.transfers.reserve, transfers))
+                    self._outbox.coalesce(partial(self.transfers.reserve, transfers))
                 else:
                     self.transfers.reserve(transfers)
             for transfer, request in zip(transfers, requests, strict=True):
@@ -333,7 +330,8 @@ class PooledProducer(Producer):
             slot_nbytes, timeout = SLOT + nbytes + request.draft, deadline.timeout_left
             block = self.pool.reserve(slot_nbytes, transfer, timeout=timeout)
         except CapacityError as error:
-            text = f"key {key!r}: {error}{self._describe_pinned()}"
+            with self.lock:
+                text = f"key {key!r}: {error}{self.transfers.pins.describe()}"
             raise CapacityError(text, requested=error.requested, free=error.free) from None
         except TransferTimeout as error:
             text, waited = f"key {key!r}: {error}", deadline.timeout
@@ -344,31 +342,6 @@ class PooledProducer(Producer):
             slot.write(SLOT, request.packed)
         abort = partial(self._abort, transfer)
         return Lease(slot.slice(SLOT, nbytes), abort, transfer, partial(self.loop.call, abort))
-
-    def _describe_pinned(self) -> str:
-        """Return which disconnected processes keep memory, with the cure; "" if none does."""
-        pinned = sorted((getattr(peer, "name", ""), n) for peer, n in self.pinned().items())
-        if not pinned:
-            return ""
-        readers = ", ".join(f"{name}: {nbytes} bytes" for name, nbytes in pinned)
-        text = "memory is kept for processes that were disconnected and may still read it"
-        return f"; {text} ({readers}): end those processes"
-
-    def _wait_for_window(self, stream: Transfer, deadline: Deadline) -> None:
-        """Block until an append stream may have another chunk: the oldest is released."""
-        window = stream.window
-        assert window is not None
-        while True:
-            with self.lock:
-                oldest = window.chunks[0] if window.is_full else None
-            if oldest is None:
-                return
-            if not oldest.wait(deadline.timeout_left):
-                raise CapacityError(
-                    f"stream {oldest.key!r}: not every reader has released chunk {window.first} "
-                    f"within {format_seconds(deadline.timeout)}, and {window.size} chunks are "
-                    f"kept (window=); readers: {window.describe_readers()}"
-                )
 
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory; it stays until the last view is freed."""
@@ -484,7 +457,7 @@ class PooledProducer(Producer):
             if len(payloads) == 1:  # to collect its messages costs a small payload a microsecond
                 self.transfers.commit(payloads, readers, expires)
             else:
-                self._coalesce(partial(self.transfers.commit, payloads, readers, expires))
+                self._outbox.coalesce(partial(self.transfers.commit, payloads, readers, expires))
         return None
 
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
@@ -502,45 +475,6 @@ class PooledProducer(Producer):
             now = time.monotonic()
             self.transfers.fail(key, reason, "aborted" if aborted else "failed", now)
 
-    def withdraw(self, key: str) -> bool:
-        """End a kept payload."""
-        self._check_open()
-        with self.lock:
-            return self.transfers.kept.withdraw(key)
-
-    def contains_kept(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return whether each key is kept; each that is counts as used."""
-        self._check_open()
-        with self.lock:
-            return self.transfers.kept.contains(keys, time.monotonic())
-
-    def lend_kept(self, key: str) -> Delivery | None:
-        """Return a kept payload as a reader in this process has it; None if there is none."""
-        self._check_open()
-        with self.lock:
-            transfer = self.transfers.kept.find(key)
-            if transfer is None:
-                return None
-            assert transfer.location is not None
-            region = self.piece(transfer, 0, transfer.location.nbytes)
-            if transfer.inline:
-                region = Region.copy_of(region.view())
-            lease = LentPayload(self.transfers, self.lock, self.loop.call, transfer)
-            delivery = Delivery(key, region, lease)
-            self.transfers.lend(transfer, lease.view)  # last: after an interrupt nothing was lent
-        return delivery
-
-    def set_backing(self, backing: Backing) -> None:
-        """Have gets of what is not in memory ask `backing`, with `lock` held."""
-        with self.lock:
-            self.transfers.set_backing(backing)
-
-    def fail_missing(self, key: str, reason: str) -> None:
-        """Fail the gets that wait for a key, unless it has a payload."""
-        self._check_open()
-        with self.lock:
-            self.transfers.fail_missing(key, reason)
-
     def stats(self) -> dict[str, Any]:
         """Return the state, the counters of the transfers and of the pool."""
         self._check_process()  # before the lock: the fork may have happened while it was held
@@ -554,18 +488,9 @@ class PooledProducer(Producer):
             "mode": self._options.mode,
             "transfers": transfers,
             "memory": self.pool.stats(),
-            "path": self._reader_paths(),
+            "path": reader_paths(self.listeners),
             **(listeners[0] if len(listeners) == 1 else {"listeners": listeners}),
         }
-
-    def _reader_paths(self) -> list[dict[str, Any]]:
-        """Return the path of each reader, of `MAX_PATHS` at most, as JSON values."""
-        readers = [peer for listener in self.listeners for peer in listener.readers()]
-        return [
-            {"reader": peer.name, **peer.path.to_dict()}
-            for peer in readers[:MAX_PATHS]
-            if peer.path is not None
-        ]
 
     def close(self) -> None:
         """Fail every transfer and get, close the listeners, end the loop; blocks for that."""
@@ -614,12 +539,12 @@ class PooledProducer(Producer):
             case Abort(key, reason):
                 self.transfers.on_abort(key, reason, now)
             case Contains(query, keys):
-                self._send(peer, Contained(query, self.transfers.kept.contains(keys, now)))
+                self._outbox.send(peer, Contained(query, self.transfers.kept.contains(keys, now)))
             case Refused(reason):
                 assert isinstance(peer, PeerHandle)
                 peer.listener.refuse_path(peer.name, reason)
             case Inspect():
-                self._send(peer, self._inspect(peer, message, now))
+                self._outbox.send(peer, self._inspect(peer, message, now))
             case _:
                 unexpected(message)
 
@@ -631,38 +556,12 @@ class PooledProducer(Producer):
             return Inspected(message.inspect_id, reason=refusal)
         return inspected_page(message, self.transfers, self.pool.stats, now)
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        """Send a message of the table; the lock is held."""
-        assert isinstance(peer, PeerHandle)
-        if self._unsent is not None:
-            self._unsent.setdefault(peer, []).append(message)
-        else:
-            peer.listener.send(peer, message)
-
-    def _coalesce(self, act: Callable[[], object]) -> None:
-        """Call `act`; what it sends a peer is sent together, also if it raises. The lock is held.
-
-        After an interrupt at any line, call `_end_all`.
-        """
-        try:
-            self._unsent = {}
-            act()
-        finally:
-            self._send_unsent()
-
     def _end_all(self, transfers: Sequence[Transfer]) -> None:
-        """After an error: send what is left, and end what is not committed."""
+        """After an error or an interrupt: send what is left, and end what is not committed."""
         with self.lock:
-            self._send_unsent()
+            self._outbox.flush()
         for transfer in transfers:
             self._abort(transfer)
-
-    def _send_unsent(self) -> None:
-        unsent = self._unsent or {}
-        for peer in list(unsent):  # an interrupt leaves the others; messages may come twice
-            peer.listener.send_all(peer, unsent[peer])
-            del unsent[peer]
-        self._unsent = None
 
     def _pass_arena(self, arena: int) -> None:
         """Pass an arena on that was mapped ahead; any thread."""
@@ -682,7 +581,7 @@ class PooledProducer(Producer):
 
     def _close(self, reason: str) -> None:
         with self.lock:
-            self._coalesce(partial(self.transfers.close, reason))
+            self._outbox.coalesce(partial(self.transfers.close, reason))
         for listener in self.listeners:
             listener.close()
         self.pool.close()
@@ -691,17 +590,6 @@ class PooledProducer(Producer):
         warnings.warn(f"link {self._name!r} broke down: {error!r}", RuntimeWarning, stacklevel=2)
         self._closed = True
         self._close(f"the producer {self._name!r} broke down: {error!r}")
-
-
-def _open_all(listeners: Sequence[Listener], opened: Future[None]) -> None:
-    """Open the listeners, in the loop; report it to the thread that makes the producer."""
-    try:
-        for listener in listeners:
-            listener.open()
-    except Exception as error:
-        opened.set_exception(error)
-    else:
-        opened.set_result(None)
 
 
 def _transfer(lease: Lease) -> Transfer:

@@ -14,7 +14,7 @@ from omni_kvlink.memory.mapping import Mapping
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
-    from omni_kvlink.memory.arena import MakeArena
+    from omni_kvlink.memory.mapping import MakeArena
 
 
 class PayloadMemory(NamedTuple):

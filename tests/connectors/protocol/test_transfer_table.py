@@ -7,7 +7,7 @@ import pytest
 from omni_kvlink import DuplicateKeyError
 from omni_kvlink.connectors.protocol.messages import Get, Message, Outcome, Status
 from omni_kvlink.connectors.protocol.transfer import Transfer
-from omni_kvlink.memory.arena import Block
+from omni_kvlink.memory.block import Block
 from support.connectors.transfer_tables import HERE, Bench, offer
 
 # Reaches into _free, _send: an interrupt comes within them; the table has them from its owner once

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink import Received
     from omni_kvlink.connectors.control.remote_get import RemoteGet
-    from omni_kvlink.memory.arena import Block
+    from omni_kvlink.memory.block import Block
     from omni_kvlink.memory.region import Region
     from omni_kvlink.system.waits import LazyEvent
 

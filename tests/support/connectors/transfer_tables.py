@@ -5,7 +5,7 @@ from __future__ import annotations
 from omni_kvlink.connectors.protocol.messages import Get, Location, Message, Offer, Outcome
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
-from omni_kvlink.memory.arena import Block
+from omni_kvlink.memory.block import Block
 
 HERE = Location(0, 4096, 100)
 

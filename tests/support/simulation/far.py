@@ -30,7 +30,7 @@ from omni_kvlink.connectors.protocol.messages import (
     OpenLane,
 )
 from omni_kvlink.connectors.protocol.path import LinkPath
-from omni_kvlink.memory.arena import OUTSIDE
+from omni_kvlink.memory.block import OUTSIDE
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.memory.region import CallAtEnd, Region
 from omni_kvlink.payload.layout_cache import LayoutCache

@@ -26,7 +26,8 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime.consumer import MappedGet
-from omni_kvlink.memory.arena import OUTSIDE, ArenaPool, Block
+from omni_kvlink.memory.arena import ArenaPool
+from omni_kvlink.memory.block import OUTSIDE, Block
 from support.simulation.kept import Question, found_now, outcome_of
 from support.simulation.world import Clock, Memory, Wire
 
