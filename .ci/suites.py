@@ -37,7 +37,11 @@ SLOW = "test-all"
 SOURCES = ("lint", "mutants-check", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
-TESTS = ("test", SLOW, "asan-tensors", "test-ucx", "test-prometheus", "test-containers")
+TESTS = ("test", SLOW, "asan-tensors", "test-ucx")
+CONTAINERS = "test-containers"
+"""It runs all tests of `CONTAINER_TESTS`: `test` beside it leaves them out."""
+CONTAINER_TESTS = "tests/containers"
+SYSTEMS = ("test-prometheus", CONTAINERS)
 VLLM = ("test-vllm", "test-vllm-dynamo", "asan-vllm")
 HOSTS = (
     "test-hf-5.24.0",
@@ -51,11 +55,11 @@ HOSTS = (
     "test-lmcache",
     "test-sglang",
 )
-PYTEST = (*TESTS, *VLLM, *HOSTS)
+PYTEST = (*TESTS, *VLLM, *HOSTS, *SYSTEMS)
 STAGES = (
     (WHEELS, SOURCES, NATIVE, ("native-aarch64",)),
     (TESTS,),
-    (VLLM, *((host,) for host in HOSTS)),
+    (VLLM, *((host,) for host in HOSTS), SYSTEMS),
 )
 """One after the other. Two groups of one run beside each other, in this order: those that take long
 first. The suites of a group follow each other, because they share an environment or a folder.
@@ -106,11 +110,11 @@ class Outcome:
         return f"{self.name:16} {verdict:12} {passed:>7} {skipped:>7} {self.seconds:>8.0f}  {why}"
 
 
-def run(suite: str) -> Outcome:
+def run(suite: str, options: str = "") -> Outcome:
     """Run one target of the Makefile, then print its output and read what pytest reported."""
     report, log = RESULTS / f"{suite}.xml", RESULTS / f"{suite}.txt"
     report.unlink(missing_ok=True)
-    arguments = [f"ARGS=-q --junitxml={report}"] if suite in PYTEST else []
+    arguments = [f"ARGS=-q --junitxml={report} {options}"] if suite in PYTEST else []
     say(f"make {suite} …")
     began = time.monotonic()
     with log.open("wb") as file:
@@ -161,13 +165,15 @@ def say(text: str) -> None:
 def run_all(suites: Sequence[str]) -> list[Outcome]:
     """Run the suites stage by stage, `LANES` groups of a stage at a time."""
     outcomes = []
+    options = {"test": f"--ignore={CONTAINER_TESTS}"} if CONTAINERS in suites else {}
     for stage in STAGES:
         groups = [[one for one in suites if one in group] for group in stage]
         if any(one in HOSTS for group in groups for one in group):
             # Their environments build on it, and two suites would make it at once.
             subprocess.run(["make", ".venv/.ready"], cwd=ROOT, check=False)
         with ThreadPoolExecutor(LANES) as pool:
-            found = pool.map(lambda group: [run(suite) for suite in group], groups)
+            run_group = lambda group: [run(one, options.get(one, "")) for one in group]  # noqa: E731
+            found = pool.map(run_group, groups)
             outcomes += [outcome for group in found for outcome in group]
     return outcomes
 
