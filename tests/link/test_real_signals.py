@@ -67,12 +67,15 @@ class Alarm:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGALRM, self)
+        before, hook = signal.signal(signal.SIGALRM, self), sys.unraisablehook
+        # pytest's keeps the exceptions of finalizers, and so the payloads in their frames.
+        sys.unraisablehook = lambda unraisable: None
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            sys.unraisablehook = hook
 
     def interrupts(self, call: Callable[[], object]) -> bool:
         """Whether the call was interrupted; if Python ignored that, in a finalizer, too."""
@@ -128,12 +131,13 @@ class Bench:
             stats = end.stats()
             memory, transfers = stats.get("memory", {}), stats.get("transfers", {})
             found.update({name: memory.get(name, 0) for name in ("used", "blocks", "waiting")})
-            names = ("live", "leased", "waiting", "pinned")
-            found.update({f"transfers {name}": transfers.get(name, 0) for name in names})
+            states = ("live", "leased", "waiting", "pinned")
+            found.update({f"transfers {state}": transfers.get(state, 0) for state in states})
         # One that never began is kept by `threading`, if an exception came at its start.
         running = (each for each in threading.enumerate() if each.ident is not None)
         found["threads"] = sum(each.name != "kvlink-memory" for each in running)
         found["descriptors"] = len(os.listdir("/proc/self/fd"))
+        found["files"] = len(os.listdir(self.options["directory"]))
         return Counter({name: found[name] for name in names or found if found[name]})
 
     def payload(self, number: int) -> TensorTransferData:
@@ -324,13 +328,10 @@ VERBS = (
     *("keep", "withdraw", "contains", "get_at_once"),
     *("serve", "connect", "close", "select"),
 )
-RUINS = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
-)
 
 
 @pytest.mark.slow
-@RUINS
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("size", ELEMENTS)
@@ -341,7 +342,6 @@ def test_real_signals_leave_nothing(sockets: str, kind: str, size: str, verb: st
 
 def main(kind: str, signals: int, verbs: Sequence[str]) -> None:
     warnings.simplefilter("ignore", ResourceWarning)
-    sys.unraisablehook = lambda unraisable: None
     with tempfile.TemporaryDirectory(prefix="kvl-") as root:
         for size in ELEMENTS:
             for verb in verbs:

@@ -262,6 +262,9 @@ class FaultyProcesses:
         return self._forker.reap(self._pids.pop(peer))
 
     def _reap_killed(self, peer: str) -> None:
-        assert self._reap(peer) == -signal.SIGKILL, f"{peer} had ended already"
-        self._killed.add(self._logs[peer][-1])
+        code, path = self._reap(peer), self._logs[peer][-1]
+        # It may have killed itself just before.
+        is_killed = code == -signal.SIGKILL or path.read_bytes().endswith(DYING)
+        assert is_killed, f"{peer} had ended already, with exit code {code}"
+        self._killed.add(path)
         time.sleep(RESTART)
