@@ -155,7 +155,8 @@ def test_the_first_arena_is_mapped_unasked_at_low_priority() -> None:
     ahead = Ahead()
     ahead.memory.go.set()
     assert ahead.end()["mapped"] == GRAIN
-    assert (ahead.mapped, ahead.pool.prefaulted, ahead.niceness) == ([0], [0], [usual + 10])
+    lower = min(usual + 10, 19)  # the system's lowest
+    assert (ahead.mapped, ahead.pool.prefaulted, ahead.niceness) == ([0], [0], [lower])
     assert ahead.pool.reserve(GRAIN).arena == 0
     assert ahead.memory.made == [GRAIN]
 
