@@ -37,6 +37,7 @@ from support.kept.store_process import (
     KEEPER,
     READER,
     is_stopped,
+    kill_store,
     next_line,
     program,
     store_process,
@@ -229,8 +230,7 @@ def test_a_store_that_is_killed(site: Site, tmp_path: Path) -> None:
         keys = fill(writer, range(4))
         assert writer.drain(timeout=60)
         writer.close()
-        store.kill()
-        store.wait()
+        kill_store(store)
     with store_process(where, "--budget", "32MiB", "--directory", files):
         reader = site.client(stores=[url])
         until_reachable(reader)

@@ -191,7 +191,7 @@ def test_all_of_the_quota_is_mapped(
     consumer.get("large", timeout=60).release()
     memory = consumer.stats()["memory"]
     assert memory["mapped"] == memory["quota"]
-    for number in range(2):
+    for number in range(20):  # on a busy machine the loop may receive one
         got = begin(pool, consumer, receipts)
         producer.put(data(seed=number))
         received = got.result(60)
@@ -199,6 +199,8 @@ def test_all_of_the_quota_is_mapped(
         check(received, data(seed=number))
         until_freed(producer)
         until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
+        if len(receipts.own) == 2:
+            break
     assert len(receipts.own) == 2
 
 

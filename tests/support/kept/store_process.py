@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -68,6 +70,20 @@ def store_process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         line = next_line(process)
         assert line.startswith("serving "), line + (process.stderr.read() if process.stderr else "")
         yield process
+
+
+def kill_store(process: subprocess.Popen[str]) -> None:
+    """Kill a store; return when its worker, which has the directory, has noticed and is gone."""
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    until(lambda: not any(map(_runs, workers)), "its worker has ended")
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def next_line(process: subprocess.Popen[str]) -> str:
