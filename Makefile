@@ -115,7 +115,7 @@ docs: .venv-docs/.ready
 test-ucx: $(VENV)/.native
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/connectors tests/network tests/lookup tests/bench \
-		tests/inspection tests/e2e/test_bagel_connectors.py -k "ucx or chooses" $(ARGS)
+		tests/inspection tests/cli/test_record_replay.py tests/e2e/test_bagel_connectors.py -k "ucx or chooses" $(ARGS)
 
 # Not in `test`: a Prometheus that scrapes a run; needs Debian's prometheus, which .ci/run installs.
 test-prometheus: $(VENV)/.native

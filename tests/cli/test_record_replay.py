@@ -33,7 +33,9 @@ SCHEMES = ["shm", "zmq+ipc", "zmq+tcp"] + ["ucx"] * bool(importlib.util.find_spe
 def address(scheme: str, folder: Path) -> str:
     if scheme == "zmq+ipc":
         return f"zmq+ipc://{folder}/s"
-    return f"shm://{folder.name}" if scheme == "shm" else f"{scheme}://127.0.0.1:{free_port()}"
+    options = "?trusted_network=1" if scheme == "ucx" else ""
+    where = folder.name if scheme == "shm" else f"127.0.0.1:{free_port()}"
+    return f"{scheme}://{where}{options}"
 
 
 PROGRAM = """

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +49,7 @@ from omni_kvlink.testing.rig import until
 from support.connectors.key_files import KeyFiles
 from support.connectors.shm_unauthorized import NOBODY, Raw, as_nobody, greeted
 from support.connectors.zmq_addresses import free_port, fresh_url
+from support.faults.frozen import freeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -384,7 +384,7 @@ def test_a_producer_that_hangs_and_dies(scheme: str, socket_dir: str) -> None:
         process.stdout.readline()
         with KVLink.connect(url, timeout=WAIT) as consumer:
             inspect_producer(consumer, timeout=WAIT)
-            process.send_signal(signal.SIGSTOP)
+            freeze(process.pid)
             with pytest.raises(TransferTimeout, match="no answer to a question"):
                 inspect_producer(consumer, timeout=0.01)
             lost = list[str]()

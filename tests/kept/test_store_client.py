@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import tempfile
 import warnings
 from functools import partial
@@ -32,11 +31,11 @@ from omni_kvlink.kept.offers import MAX_QUEUED
 from omni_kvlink.kept.payload_directory import file_name
 from omni_kvlink.kept.store_messages import Attachment
 from omni_kvlink.testing.rig import until
+from support.faults.frozen import freeze
 from support.faults.leak_checks import zmq_started as zmq_started
 from support.kept.store_process import (
     KEEPER,
     READER,
-    is_stopped,
     kill_store,
     next_line,
     program,
@@ -267,8 +266,7 @@ def test_a_peer_that_is_stopped_is_left_alone(site: Site, monkeypatch: pytest.Mo
         assert next_line(keeper) == "kept\n"
         reader = site.client(peers=[url], timeout=0.1)
         until_reachable(reader)
-        keeper.send_signal(signal.SIGSTOP)
-        until(lambda: is_stopped(keeper.pid), "each of its threads is stopped")
+        freeze(keeper.pid)
         assert reader.get_many(["k0"]) == [None]
         assert not reader.stats()["sources"][0]["reachable"]
         assert reader.get_many(["k0", "k1"]) == [None, None]  # it is not asked

@@ -17,7 +17,8 @@ from omni_kvlink.kept import store as store_module
 from omni_kvlink.kept.store_writer import StoreWriter
 from omni_kvlink.link import set_backing
 from omni_kvlink.testing.rig import until
-from support.kept.store_process import STORE, is_stopped, program, until_reachable
+from support.faults.frozen import freeze
+from support.kept.store_process import STORE, program, until_reachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +66,7 @@ def test_a_store_that_is_stopped_goes_on(root: str) -> None:
         children = Path(f"/proc/{store.pid}/task/{store.pid}/children")
         worker = int(children.read_text())
         for _ in range(STOPS):
-            os.kill(worker, signal.SIGSTOP)
-            until(lambda: is_stopped(worker), "it is stopped")
+            freeze(worker)
             os.kill(worker, signal.SIGCONT)
             with StoreClient("shm://w", stores=["shm://s"], directory=root) as client:
                 until_reachable(client)

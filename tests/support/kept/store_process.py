@@ -6,7 +6,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -99,9 +98,3 @@ def until_reachable(client: StoreClient) -> None:
         return all(source["reachable"] for source in client.stats()["sources"])
 
     until(all_are_there, "every source is there")
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP has stopped all threads of a process."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(text.rpartition(")")[2].split()[0] == "T" for text in stats)
