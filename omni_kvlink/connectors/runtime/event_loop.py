@@ -49,7 +49,7 @@ _GIVE_WAY = 5e-3
 _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int, too
 _PAUSE = 1e-3
-"""Seconds from one paused function to the next: of 64 messages each, 64,000 a second."""
+"""Seconds from the end of a paused function to the next, at least; as many as it took."""
 _MAX_EVENTS = 64
 """Descriptors that one round handles; the kernel reports the others in the next rounds."""
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
@@ -158,8 +158,9 @@ class EventLoop:
     def defer(self, function: Callable[[], None], *, paused: bool = False) -> None:
         """Run `function` in a later round, after what is ready then; in the loop's thread only.
 
-        The deferred functions take turns, one a round; those that are `paused`, one a millisecond:
-        so that work which never ends leaves the processor to others. The loop's end drops them.
+        The deferred functions take turns, one a round. Of those that are `paused`, each is followed
+        by a rest as long as it took, a millisecond at least: so that work which never ends leaves
+        the processor, and the interpreter's lock, to others. The loop's end drops them.
         """
         (self._paused if paused else self._deferred).append(function)
 
@@ -268,8 +269,9 @@ class EventLoop:
         if self._deferred:
             self._deferred.popleft()()
         if self._paused and (now := time.monotonic()) >= self._paused_until:
-            self._paused_until = now + _PAUSE
             self._paused.popleft()()
+            ended = time.monotonic()
+            self._paused_until = ended + max(_PAUSE, ended - now)
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)

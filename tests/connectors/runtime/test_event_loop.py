@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -415,6 +416,26 @@ def test_a_sleeping_loop_wakes_for_a_paused_function() -> None:
     loop.call(partial(work, 3))
     assert done.wait(60)
     loop.close()
+
+
+def test_a_loop_rests_as_long_as_a_paused_function_took() -> None:
+    """Others have the interpreter's lock meanwhile, however long such a function keeps it."""
+    loop, times, done = EventLoop("t"), list[tuple[float, float]](), threading.Event()
+
+    def work(left: int) -> None:
+        began = time.monotonic()
+        time.sleep(0.02)
+        if left:
+            loop.defer(partial(work, left - 1), paused=True)
+        times.append((began, time.monotonic()))
+        if not left:
+            done.set()
+
+    loop.call(partial(loop.defer, partial(work, 3), paused=True))
+    assert done.wait(60)
+    loop.close()
+    for (began, ended), (next_began, _) in pairwise(times):
+        assert next_began - ended >= ended - began
 
 
 def test_the_end_comes_before_deferred_functions() -> None:
