@@ -166,13 +166,16 @@ def run_all(suites: Sequence[str]) -> list[Outcome]:
     """Run the suites stage by stage, `LANES` groups of a stage at a time."""
     outcomes = []
     options = {"test": f"--ignore={CONTAINER_TESTS}"} if CONTAINERS in suites else {}
+
+    def run_group(group: Sequence[str]) -> list[Outcome]:
+        return [run(suite, options.get(suite, "")) for suite in group]
+
     for stage in STAGES:
         groups = [[one for one in suites if one in group] for group in stage]
         if any(one in HOSTS for group in groups for one in group):
             # Their environments build on it, and two suites would make it at once.
             subprocess.run(["make", ".venv/.ready"], cwd=ROOT, check=False)
         with ThreadPoolExecutor(LANES) as pool:
-            run_group = lambda group: [run(one, options.get(one, "")) for one in group]  # noqa: E731
             found = pool.map(run_group, groups)
             outcomes += [outcome for group in found for outcome in group]
     return outcomes

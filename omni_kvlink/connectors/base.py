@@ -251,7 +251,7 @@ class KeptPayloads(Protocol):
         """
 
     def set_backing(self, backing: Backing) -> None:
-        """Have gets of what is not in memory ask `backing`, which may put it; see `Backing`."""
+        """Set what gets ask for payloads that are not in memory, and which may put them."""
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""
@@ -378,7 +378,7 @@ class Producer(Connector):
 
     @property
     def kept(self) -> KeptPayloads:
-        """The payloads that are published with `readers` None.
+        """Access to the kept payloads: those published with `readers` None.
 
         KVLinkError if the connector keeps none; its `publish` refuses them, too.
         """

@@ -11,7 +11,7 @@ from omni_kvlink.settings import Flag
 
 
 def get_requests(request_ids: Iterable[str], *, wait: bool = True) -> list[GetRequest]:
-    """Return a request for each id, as of `check_ids`."""
+    """Return a request for each id; SchemaError for a single id."""
     Flag().read(wait, "wait")
     return [GetRequest(each, waits=wait) for each in check_ids(request_ids)]
 

@@ -477,7 +477,7 @@ class ArenaPool:
         return None if best is None else self._take(best, nbytes, owner)
 
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
-        """Reserve a block in an arena that has room; `_complete` was called."""
+        """Reserve a block in an arena that has room; the caller has called `_complete`."""
         arena = self._arenas[number][0]
         change = arena.plan_block(nbytes)
         block, used, blocks = (number, change[2], nbytes), self._used + nbytes, self._blocks + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 
@@ -27,8 +28,8 @@ class BlockOwner(Protocol):
     block: Part | None
 
 
+@dataclass(slots=True, eq=False)
 class Holder:
     """A `BlockOwner` that is nothing else."""
 
-    def __init__(self, block: Part | None = None):
-        self.block = block
+    block: Part | None = None

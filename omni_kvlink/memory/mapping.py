@@ -361,4 +361,4 @@ def is_sealed(fd: int) -> bool:
 
 
 MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
-"""Maps an arena of so many bytes, while the function that it is given returns True."""
+"""Maps an arena of the given bytes; gives up when the given function returns False."""

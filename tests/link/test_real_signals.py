@@ -334,6 +334,16 @@ VERBS = (
 )
 
 
+def test_what_is_in_use_is_seen(sockets: str) -> None:
+    """Else the next test finds nothing left whatever is."""
+    with contextlib.ExitStack() as links:
+        bench = Bench(links, URLS["shm"], ELEMENTS["large"], sockets)
+        idle = bench.in_use()
+        bench.producer.put(bench.payload(0))
+        assert bench.in_use(SENT) == Counter({"blocks": 1, "transfers live": 1})
+        assert (bench.in_use() - idle).keys() >= {"used", "blocks", "transfers live"}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("zmq_started", "leaves_nothing")

@@ -185,7 +185,7 @@ class Transfer(msgspec.Struct, gc=False, eq=False):
 
 
 class PackedLease(Lease):
-    """A lease of no memory, of a payload that travels inside its offers; `abort` ends that."""
+    """The lease of a payload that travels inside its offers; it has no memory."""
 
     def __init__(self, transfer: Transfer, abort: Callable[[Transfer], None]):
         self.tag, self._transfer, self._abort = transfer, transfer, abort

@@ -50,6 +50,8 @@ _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep tak
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int, too
 _PAUSE = 1e-3
 """Seconds from the end of a paused function to the next, at least; as many as it took."""
+_LONGEST_REST = 0.1
+"""At most so many, for a process that was stopped amid such a function."""
 _MAX_EVENTS = 64
 """Descriptors that one round handles; the kernel reports the others in the next rounds."""
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
@@ -271,7 +273,7 @@ class EventLoop:
         if self._paused and (now := time.monotonic()) >= self._paused_until:
             self._paused.popleft()()
             ended = time.monotonic()
-            self._paused_until = ended + max(_PAUSE, ended - now)
+            self._paused_until = ended + min(max(_PAUSE, ended - now), _LONGEST_REST)
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PooledKeptPayloads(KeptPayloads):
-    """Calls the table of transfers of a producer under its lock.
+    """The kept payloads of a producer's table of transfers, reached under the producer's lock.
 
     `piece` returns bytes of a transfer, and `call` calls a function in the loop.
     """
@@ -61,7 +61,7 @@ class PooledKeptPayloads(KeptPayloads):
         return delivery
 
     def set_backing(self, backing: Backing) -> None:
-        """Have gets of what is not in memory ask `backing`, with the lock held."""
+        """Set what gets ask for payloads that are not in memory, with the lock held."""
         with self._lock:
             self._transfers.set_backing(backing)
 

@@ -557,7 +557,7 @@ class PooledProducer(Producer):
         return inspected_page(message, self.transfers, self.pool.stats, now)
 
     def _end_all(self, transfers: Sequence[Transfer]) -> None:
-        """After an error or an interrupt: send what is left, and end what is not committed."""
+        """After an error or interrupt, send collected messages and abort what is not committed."""
         with self.lock:
             self._outbox.flush()
         for transfer in transfers:

@@ -438,6 +438,18 @@ def test_a_loop_rests_as_long_as_a_paused_function_took() -> None:
         assert next_began - ended >= ended - began
 
 
+def test_a_rest_after_a_standstill_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped amid a paused function goes on soon."""
+    monkeypatch.setattr("omni_kvlink.connectors.runtime.event_loop._LONGEST_REST", 0.0)
+    loop, done = EventLoop("t"), threading.Event()
+    loop.call(partial(loop.defer, partial(time.sleep, 0.05), paused=True))
+    loop.call(partial(loop.defer, done.set, paused=True))
+    assert done.wait(60)
+    loop.close()
+    # Reaches into _paused_until: how short a rest is must not be shown by an upper bound of time.
+    assert loop._paused_until <= time.monotonic()
+
+
 def test_the_end_comes_before_deferred_functions() -> None:
     """A loop with work that never ends does end, and leaves it."""
     loop, began = EventLoop("t"), threading.Event()
