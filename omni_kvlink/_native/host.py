@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,11 +253,14 @@ class PackedLayout:
         pieces: Sequence[tuple[int, int, int, tuple[int, int]]],
         shapes: Sequence[tuple[int, ...]],
     ):
-        self._sizes = [array("q", shape) for shape in shapes]
-        self._pieces = array("q")
-        for (start, length, digest, (code, bits)), sizes in zip(pieces, self._sizes, strict=True):
-            dtype, rank = code | bits << 8 | 1 << 16, len(sizes)
-            self._pieces.extend((start, length, digest, dtype, rank, sizes.buffer_info()[0]))
+        sizes = {shape: array("q", shape) for shape in set(shapes)}  # those of a cache are one
+        ranks = {shape: (len(shape), size.buffer_info()[0]) for shape, size in sizes.items()}
+        self._sizes = [sizes[shape] for shape in shapes]
+        rows = [
+            (start, length, digest, code | bits << 8 | 1 << 16, *ranks[shape])
+            for (start, length, digest, (code, bits)), shape in zip(pieces, shapes, strict=True)
+        ]
+        self._pieces = array("q", chain.from_iterable(rows))
         self.sizes = [length for _, length, *_ in pieces]
         self.itemsizes = [bits // 8 for *_, (_, bits) in pieces]
         self._addresses = struct.Struct(f"{len(pieces)}P")

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.get_table import GetRequest
-    from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.connectors.protocol.messages import Inspected
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
@@ -249,9 +248,6 @@ class KeptPayloads(Protocol):
 
         It is in use until the last view of its region is freed, and a reject fails it for all.
         """
-
-    def set_backing(self, backing: Backing) -> None:
-        """Set what gets ask for payloads that are not in memory, and which may put them."""
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""

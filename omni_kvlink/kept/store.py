@@ -13,7 +13,7 @@ from omni_kvlink.kept.store_contents import StoreContents
 from omni_kvlink.kept.store_messages import Attachment, read_attachment
 from omni_kvlink.kept.store_writer import StoreWriter
 from omni_kvlink.kept.writer_policy import WriterPolicy
-from omni_kvlink.link import KVLink, fail_missing, set_backing
+from omni_kvlink.link import KVLink, fail_missing, open_producer
 from omni_kvlink.settings import Size
 from omni_kvlink.system.threads import start_thread
 
@@ -76,14 +76,13 @@ class PayloadStore:
         self._writers: dict[str, StoreWriter] = {}
         self._closed = False
         directory = None if files is None else PayloadDirectory(files, nbytes)
+        self.contents = StoreContents(directory)  # before its link, whose first get may ask for it
         try:
-            self._link = KVLink.serve(url, **options)
+            self._link = self.contents.link = open_producer(url, options, backing=self)
         except BaseException:
             if directory is not None:
                 directory.close()
             raise
-        self.contents = StoreContents(self._link, directory)
-        set_backing(self._link, self)
         self._threads = [
             threading.Thread(target=self._answer_all, name="kvlink-store", daemon=True)
             for _ in range(_LOADERS)

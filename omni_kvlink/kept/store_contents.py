@@ -33,8 +33,11 @@ class StoreContents:
     full. Thread-safe; `in` takes no lock.
     """
 
-    def __init__(self, link: KVProducer, directory: PayloadDirectory | None):
-        self._link, self.directory = link, directory
+    link: KVProducer
+    """The link of the store, set when it is open."""
+
+    def __init__(self, directory: PayloadDirectory | None):
+        self.directory = directory
         self._receipts, self._counting = KeptReceipts(), threading.Lock()
         self._counters = dict.fromkeys(("added", "no_memory", "lost_at_end"), 0)
 
@@ -75,7 +78,7 @@ class StoreContents:
         """Withdraw a payload from memory, and remove its file; whether there was one."""
         was_filed = self.directory is not None and self.directory.remove(key)
         self._receipts.discard(key)
-        return self._link.withdraw(key) or was_filed
+        return self.link.withdraw(key) or was_filed
 
     def write_rest(self, reader: KVConsumer) -> None:
         """Write what lies in memory alone: what a full disk refused before. `reader` reads it."""
@@ -104,7 +107,7 @@ class StoreContents:
     def _keep(self, manifest: Manifest, payload: memoryview) -> bool:
         try:
             receipt = put_encoded(
-                self._link, manifest, payload, readers=None, timeout=_MEMORY_SECONDS
+                self.link, manifest, payload, readers=None, timeout=_MEMORY_SECONDS
             )
         except DuplicateKeyError:
             return True

@@ -26,13 +26,13 @@ from omni_kvlink.link.delivery_views import open_kept as open_kept
 from omni_kvlink.link.delivery_views import verify_part as verify_part
 from omni_kvlink.link.encoded_put import fail_missing as fail_missing
 from omni_kvlink.link.encoded_put import put_encoded as put_encoded
-from omni_kvlink.link.encoded_put import set_backing as set_backing
 from omni_kvlink.link.get_requests import get_requests as get_requests
 from omni_kvlink.link.kvlink import ConnectOptions as ConnectOptions
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.kvlink import LinkUrl as LinkUrl
 from omni_kvlink.link.kvlink import ServeOptions as ServeOptions
+from omni_kvlink.link.kvlink import open_producer as open_producer
 from omni_kvlink.link.producer import KVProducer as KVProducer
 from omni_kvlink.link.producer_report import ProducerReport as ProducerReport
 from omni_kvlink.link.producer_report import inspect_producer as inspect_producer

@@ -8,7 +8,6 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.link.put_operation import PayloadPut
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link.producer import KVProducer
     from omni_kvlink.memory.region import Lease
@@ -54,14 +53,6 @@ def put_encoded(
     if manifest.nbytes <= operation.producer.inline_limit:
         put.pack()
     return operation.run([put])[0]
-
-
-def set_backing(producer: KVProducer, backing: Backing) -> None:
-    """Have gets of what is not in the producer's memory ask `backing`, which may put it then.
-
-    KVLinkError if the connector keeps no payloads.
-    """
-    producer._end.kept.set_backing(backing)
 
 
 def fail_missing(producer: KVProducer, key: str, reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.kept_table import backed_by
 from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from omni_kvlink.connectors.base import Connector
+    from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.payload.bundle import Payload
 
 
@@ -116,17 +118,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             UnavailableError: the connector or the copier cannot run here.
             SchemaError: the URL, an option or the copier's name is not valid.
         """
-        Flag().read(digests, "digests")
-        opening = _Opening(url, copier, dict(options))
-
-        def open_end() -> KVProducer:
-            with translate_errors(url):
-                end = opening.connector.serve(opening.address, opening.options)
-            opening.check_path(end)
-            bound, reason = url.replace(*end.bound_url, 1), opening.host_reason(end)
-            return KVProducer(bound, end, opening.copier, digests=digests, host_reason=reason)
-
-        return uninterrupted(open_end, undo=KVProducer.close)
+        return open_producer(url, options, copier=copier, digests=digests)
 
     @staticmethod
     def connect(
@@ -158,6 +150,28 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             return KVConsumer(url, end, opening.copier, host_reason=opening.host_reason(end))
 
         return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
+
+
+def open_producer(
+    url: str,
+    options: LinkOptions,
+    *,
+    copier: str | Copier = "auto",
+    digests: bool = True,
+    backing: Backing | None = None,
+) -> KVProducer:
+    """Do what `KVLink.serve` does; gets of what memory lacks ask `backing`, which may put it."""
+    Flag().read(digests, "digests")
+    opening = _Opening(url, copier, {**options})
+
+    def open_end() -> KVProducer:
+        with translate_errors(url), backed_by(backing):
+            end = opening.connector.serve(opening.address, opening.options)
+        opening.check_path(end)
+        bound, reason = url.replace(*end.bound_url, 1), opening.host_reason(end)
+        return KVProducer(bound, end, opening.copier, digests=digests, host_reason=reason)
+
+    return uninterrupted(open_end, undo=KVProducer.close)
 
 
 KVLink.register(KVProducer)

@@ -239,18 +239,21 @@ def _check_completeness(
     """Every tensor of every branch is there, in order; a cache's in the one shape and dtype."""
     specs = iter(tensors)
     for branch in branches:
+        is_cache = branch.tree is None and branch.carries_tensors
+        of_cache = (branch.code, branch.shape) if is_cache else ()
         for name in tensor_names(branch):
             spec = next(specs, None)
             if spec is None or spec.name != name:
                 got = "nothing" if spec is None else repr(spec.name[:80])
                 raise WireError(f"expected tensor {name[:80]!r}, found {got}")
-            if branch.tree is None and (spec.dtype, spec.shape) != (branch.code, branch.shape):
+            if is_cache and (spec.dtype, spec.shape) != of_cache:
                 raise WireError(
                     f"tensor {name!r} is {spec.dtype} {list(spec.shape)}; "
                     f"its branch says {branch.code} {list(branch.shape)}"
                 )
-            width = 8 * -(-spec.nbytes // DIGEST_CHUNK) if has_digests else 0
-            if len(spec.digest) != width or spec.digest.strip("0123456789abcdef"):
+            digest = spec.digest
+            width = 8 * -((spec.start - spec.stop) // DIGEST_CHUNK) if has_digests else 0
+            if len(digest) != width or digest.strip("0123456789abcdef"):
                 _refuse(name, f": its digest is not {width} hexadecimal digits")
     extra = next(specs, None)
     if extra is not None:

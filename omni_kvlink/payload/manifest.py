@@ -379,11 +379,12 @@ class Layout:
         return packed
 
     def _pack(self) -> host.PackedLayout:
-        pieces, at = [], len(self._middle) + len(_OPEN)
+        pieces, at, comma = [], len(self._middle) + len(_OPEN), len(_COMMA)
         for spec in self.tensors:
-            digest = at if spec.digest else host.NO_DIGEST
-            pieces.append((spec.start, spec.nbytes, digest, DLPACK[spec.dtype]))
-            at += len(spec.digest) + len(_COMMA)
+            width = len(spec.digest)
+            digest = at if width else host.NO_DIGEST
+            pieces.append((spec.start, spec.stop - spec.start, digest, DLPACK[spec.dtype]))
+            at += width + comma
         return host.PackedLayout(
             before=self._head + b"0" * _CRC + _AFTER_CRC,
             crc=len(self._head),

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from omni_kvlink import KVLink
 from omni_kvlink.kept import PayloadStore, StoreClient
 from omni_kvlink.kept import store as store_module
 from omni_kvlink.kept.store_writer import StoreWriter
-from omni_kvlink.link import set_backing
+from omni_kvlink.link import open_producer
 from omni_kvlink.testing.rig import until
 from support.faults.frozen import freeze
 from support.kept.store_process import STORE, program, until_reachable
@@ -38,22 +39,42 @@ def root() -> Iterator[str]:
         yield root
 
 
-def test_a_client_that_asks_before_the_store_is_ready(
+def test_a_client_that_asks_while_the_store_opens(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has its place among those that wait when the link learns of the store behind it."""
-
-    def set_late(link: KVProducer, backing: Any) -> None:
-        until(lambda: link.stats()["transfers"]["waiting"], "the client waits")
-        set_backing(link, backing)
-
-    monkeypatch.setattr(store_module, "set_backing", set_late)
+    """What is in a file is there from the first get on that the store's link answers."""
+    sent, found = torch.ones(1000), list[torch.Tensor]()
+    where: dict[str, Any] = {"budget": "8MiB", "files": Path(root) / "files", "directory": root}
     with (
+        PayloadStore("shm://s", **where),
         StoreClient("shm://w", stores=["shm://s"], directory=root) as writer,
-        PayloadStore("shm://s", budget="8MiB", directory=root),
     ):
-        writer.put("a", {"x": torch.ones(1000)})
+        writer.put("a", {"x": sent})
         assert writer.drain(timeout=30)
+
+    def open_slowly(*arguments: Any, **options: Any) -> KVProducer:
+        link = open_producer(*arguments, **options)
+        thread.start()
+        until(
+            lambda: link.stats()["transfers"]["waiting"] or not thread.is_alive(),
+            "the client waits, or has its answer",
+        )
+        return link
+
+    def read() -> None:
+        with (
+            KVLink.connect("shm://s", timeout=30, directory=root) as reader,
+            reader.get("a", timeout=30, wait=False) as data,
+        ):
+            [tensor] = data.tensors()
+            assert isinstance(tensor, torch.Tensor)
+            found.append(tensor.clone())
+
+    thread = threading.Thread(target=read)
+    monkeypatch.setattr(store_module, "open_producer", open_slowly)
+    with PayloadStore("shm://s", **where):
+        thread.join()
+    assert torch.equal(found[0], sent)
 
 
 def test_a_store_that_is_stopped_goes_on(root: str) -> None:

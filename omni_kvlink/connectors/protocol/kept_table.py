@@ -10,13 +10,15 @@ A key may end in an identity, "name@" and 32 hexadecimal digits: see `CacheIdent
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from omni_kvlink.connectors.protocol.transfer import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
@@ -43,6 +45,22 @@ class Backing(Protocol):
         """
 
 
+_backing: ContextVar[Backing | None] = ContextVar("_backing", default=None)
+
+
+@contextmanager
+def backed_by(backing: Backing | None) -> Iterator[None]:
+    """Have the tables that are made in the block ask `backing`, from their first get on.
+
+    A table that learned of it later would tell the gets before that there is no such payload.
+    """
+    token = _backing.set(backing)
+    try:
+        yield
+    finally:
+        _backing.reset(token)
+
+
 class KeptTable:
     """The kept payloads of a `TransferTable`, whose payloads are `live`; under the owner's lock.
 
@@ -58,7 +76,7 @@ class KeptTable:
         self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
         self._names: Counter[str] = Counter()  # of kept keys that have an identity
         self.on_idle: Callable[[], None] = lambda: None
-        self.backing: Backing | None = None
+        self.backing = _backing.get()
         self.counters = {"missed": 0, "other_identity": 0}
 
     def __len__(self) -> int:

@@ -54,7 +54,6 @@ from omni_kvlink.errors import DuplicateKeyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.protocol.kept_table import Backing
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
 (
@@ -192,14 +191,6 @@ class TransferTable:
         if transfer is not None:
             self._end(transfer, FAILED, reason, ending)
         self._fail_gets(key, self._tombstones.add_failed(key, reason, ending, now), ending)
-
-    def set_backing(self, backing: Backing) -> None:
-        """Have gets of what is not in memory ask `backing`, also those that wait already."""
-        self.kept.backing = backing
-        for key in self._waiting.all_keys():
-            if key not in self._live and backing.request(key):
-                for (peer, get_id), _ in self._waiting.by_key(key):
-                    self._send(peer, Status(get_id, LOADING))
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload; later ones may wait again."""

@@ -64,10 +64,6 @@ class WaitingGets:
         if not self._claims[key]:
             del self._claims[key]
 
-    def all_keys(self) -> list[str]:
-        """The keys that gets wait for."""
-        return list(self._claims)
-
     def by_key(self, key: str) -> list[tuple[Claim, Taken]]:
         """The gets that wait for a key, the longest waiting first."""
         claims = self._claims.get(key)

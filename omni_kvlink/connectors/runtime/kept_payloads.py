@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 
@@ -59,11 +58,6 @@ class PooledKeptPayloads(KeptPayloads):
             delivery = Delivery(key, region, lease)
             self._transfers.lend(transfer, lease.view)  # last: after an interrupt nothing was lent
         return delivery
-
-    def set_backing(self, backing: Backing) -> None:
-        """Set what gets ask for payloads that are not in memory, with the lock held."""
-        with self._lock:
-            self._transfers.set_backing(backing)
 
     def fail_missing(self, key: str, reason: str) -> None:
         """Fail the gets that wait for a key, unless it has a payload."""

@@ -75,8 +75,9 @@ class Usage(NamedTuple):
         return any(mine > most + few for mine, most, few in zip(self, other, spare, strict=True))
 
 
-NOTHING, LANES = Usage(0, 0, 0), Usage(8, 4, 0)
-"""What lanes over TCP have until their link is closed, however many readers come and go."""
+NOTHING = Usage(0, 0, 0)
+SPARE = {"zmq+tcp": Usage(8, 4, 0), "ucx": Usage(1, 0, 0)}
+"""What the first reader leaves, and no later one: lanes until their link is closed, UCX's timer."""
 
 
 class StoreCampaign(FaultyProcesses):
@@ -252,7 +253,7 @@ class StoreCampaign(FaultyProcesses):
         """Wait until the store has no more of the system than when nobody had come yet."""
         idle, pid = self._idle, self._pids[STORE]
         assert idle is not None
-        usage, spare = [idle], LANES if self._scheme == "zmq+tcp" else NOTHING
+        usage, spare = [idle], SPARE.get(self._scheme, NOTHING)
 
         def is_idle() -> bool:
             usage[:] = [Usage.of(pid)]
