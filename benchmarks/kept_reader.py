@@ -212,12 +212,11 @@ class PagePool:
         return got - called, ended - called
 
     def read_batch(self, consumer: KVConsumer, numbers: Sequence[int]) -> float:
-        """Get pages together, scatter and release each; the seconds of all."""
+        """Get pages together, scatter and release them; the seconds of all."""
         keys, blocks = keys_of(numbers), [self._block() for _ in numbers]
         called = time.perf_counter()
         batch = consumer.get_many(keys, timeout=TIMEOUT, wait=False)
-        for received, block in zip(batch, blocks, strict=True):
-            received.scatter([block])
+        batch.scatter([[block] for block in blocks])
         batch.release()
         spent = time.perf_counter() - called
         for number, block in zip(numbers[-BLOCKS:], blocks[-BLOCKS:], strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.schema import are_request_ids, check_request_id
 from omni_kvlink.settings import Flag
 
 
@@ -20,4 +20,5 @@ def check_ids(request_ids: Iterable[str]) -> list[str]:
     """Return request ids, also those of a generator; SchemaError for a single one."""
     if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
         raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    return list(map(check_request_id, request_ids))
+    ids = list(request_ids)
+    return ids if are_request_ids(ids) else list(map(check_request_id, ids))

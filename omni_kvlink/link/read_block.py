@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Ledger
     from omni_kvlink.copier import Copier
+    from omni_kvlink.link.copy_into import Targets
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.bundle import Payload
 
@@ -54,6 +55,10 @@ class ReceivedPayload(ReadBlock):
 
     _delivery: Delivery
     _data: Payload
+
+    def scatter(self, into: Targets) -> None:
+        """Copy it out."""
+        raise NotImplementedError
 
 
 def scatter_delivery(

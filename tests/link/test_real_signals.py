@@ -20,11 +20,13 @@ import time
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from omni_kvlink import BusyError, KVCacheTransferData, KVLink, KVLinkError, TensorTransferData
+from omni_kvlink.link import received_batch
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 from omni_kvlink.lowlevel import begin_get, open_delivery
@@ -178,6 +180,15 @@ class Bench:
             for number, data in enumerate(payloads):
                 self.check(data, number)
 
+    def scatter_many(self) -> None:
+        """Two threads copy, though the payloads are small."""
+        targets = [[torch.zeros(self.elements, dtype=torch.int64)] for _ in range(3)]
+        with (batch := self.consumer.get_many([self.key(n) for n in range(3)], timeout=60)):
+            with patch.object(received_batch, "SHARED", 0):
+                batch.scatter(targets)
+            for number, [target] in enumerate(targets):
+                self.check(TensorTransferData(self.key(number), {"h": target}), number)
+
     def keep(self) -> None:
         self.producer.put(self.payload(0), readers=None)
 
@@ -275,7 +286,7 @@ class Bench:
 
 def before(bench: Bench, verb: str) -> None:
     """What a verb needs: a payload, one that was received, or a stream."""
-    if verb in ("get", "get_many"):
+    if verb in ("get", "get_many", "scatter_many"):
         bench.put_all()
     elif verb in ("withdraw", "contains", "get_at_once"):
         bench.keep()
@@ -327,7 +338,7 @@ def run(kind: str, size: str, verb: str, signals: int, root: str) -> Counter[str
 
 
 VERBS = (
-    *("put", "put_to_waiting", "put_many", "get", "get_many", "release", "drop"),
+    *("put", "put_to_waiting", "put_many", "get", "get_many", "scatter_many", "release", "drop"),
     *("allocate", "append", "read_stream", "stream_put", "stream_get"),
     *("keep", "withdraw", "contains", "get_at_once"),
     *("serve", "connect", "close", "select"),

@@ -501,6 +501,9 @@ if hasattr(threading, "_register_atexit"):  # private, as in `concurrent.futures
 
 def _messages_of(keys: Sequence[str]) -> list[list[str]]:
     """Divide keys into parts, each of which fits into one `Contains`."""
+    most = 4 * sum(map(len, keys)) + _KEY_OVERHEAD * (len(keys) + 1)
+    if keys and len(keys) <= MAX_KEYS and most <= MAX_MESSAGE:
+        return [[*keys]]
     parts, nbytes = list[list[str]](), MAX_MESSAGE
     for key in keys:
         key_nbytes = _KEY_OVERHEAD + (len(key) if key.isascii() else 4 * len(key))

@@ -199,26 +199,38 @@ class KVLinkL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         bits, loaded = Bitmap(len(keys)), []
         results = self._client.get_many(map(self._key, keys))
         with ReceivedBatch([received for received in results if received is not None]):
-            for number, (received, chunk) in enumerate(zip(results, chunks, strict=True)):
-                if received is not None and self._copy_out(received, chunk):
-                    bits.set(number)
-                    loaded.append(keys[number])
+            found = [
+                (number, received, {PART: bytes_of(chunk)})
+                for number, (received, chunk) in enumerate(zip(results, chunks, strict=True))
+                if received is not None and self._has_layout(received, chunk)
+            ]
+            batch = ReceivedBatch([received for _, received, _ in found])
+            errors = batch.scatter_each([into for _, _, into in found])
+        for error, (number, *_) in zip(errors, found, strict=True):
+            if self._is_copied(error):
+                bits.set(number)
+                loaded.append(keys[number])
         if loaded:
             self._notify_keys_accessed(loaded)
         return bits
 
-    def _copy_out(self, received: Received, chunk: MemoryObj) -> bool:
-        """Copy a chunk into LMCache's memory; False, counted, if it is another or is damaged."""
-        try:
-            data = received.data
-            if isinstance(data, TensorTransferData) and data.metadata == layout_of(chunk):
-                received.scatter({PART: bytes_of(chunk)})
-                return True
-            reason = "layout"
-        except SchemaError:
-            reason = "layout"
-        except IntegrityError:
-            reason = "damaged"
+    def _has_layout(self, received: Received, chunk: MemoryObj) -> bool:
+        """Whether a payload has the layout of a chunk; False is counted."""
+        data = received.data
+        if isinstance(data, TensorTransferData) and data.metadata == layout_of(chunk):
+            return True
+        self._count("layout")
+        return False
+
+    def _is_copied(self, error: KVLinkError | None) -> bool:
+        """Whether a chunk was copied; False, counted, if it is damaged, or of another layout."""
+        if error is None:
+            return True
+        if not isinstance(error, (SchemaError, IntegrityError)):
+            raise error
+        self._count("layout" if isinstance(error, SchemaError) else "damaged")
+        return False
+
+    def _count(self, reason: str) -> None:
         with self._counting:
             self._misses[reason] += 1
-        return False

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         PoolTransfer,
     )
 
-    from omni_kvlink import Received
 
 log = logging.getLogger(f"sglang.{__name__}")
 
@@ -285,11 +284,13 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     ) -> list[bool]:
         """Copy pages out, which are got and released together; which of them are there."""
         results = self._client.get_many([pool.key(key) for key in keys])
-        with ReceivedBatch([page for page in results if page is not None]):
-            return [
-                page is not None and self._copy_out(page, into)
-                for page, into in zip(results, targets, strict=True)
-            ]
+        found = [number for number, page in enumerate(results) if page is not None]
+        with (batch := ReceivedBatch([page for page in results if page is not None])):
+            errors = batch.scatter_each([targets[number] for number in found])
+        are_copied = [False] * len(keys)
+        for number, error in zip(found, errors, strict=True):
+            are_copied[number] = self._is_copied(error)
+        return are_copied
 
     def _put(self, pool: _Pool, key: str, tensors: dict[str, torch.Tensor]) -> bool:
         name = pool.key(key)
@@ -315,17 +316,14 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 self._stored.pop(name, None)
             self._prune_at = 2 * len(self._stored) + PRUNE_FROM
 
-    def _copy_out(self, received: Received, into: dict[str, torch.Tensor]) -> bool:
-        """Copy a page out; False, counted, if it is damaged, or of another layout."""
-        try:
-            received.scatter(into)
+    def _is_copied(self, error: KVLinkError | None) -> bool:
+        """Whether a page was copied; False, counted, if it is damaged, or of another layout."""
+        if error is None:
             return True
-        except SchemaError:
-            reason = "layout"
-        except IntegrityError:
-            reason = "damaged"
+        if not isinstance(error, (SchemaError, IntegrityError)):
+            raise error
         with self._lock:
-            self._counts[reason] += 1
+            self._counts["layout" if isinstance(error, SchemaError) else "damaged"] += 1
         return False
 
 

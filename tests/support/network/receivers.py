@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -31,6 +32,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.aio import AsyncKVConsumer
+from omni_kvlink.link import received_batch
 from omni_kvlink.lowlevel import BackgroundGet, begin_get
 from omni_kvlink.testing.caches import fingerprint, hash_chunk, hash_tensors
 from support.network import lookups
@@ -50,7 +52,7 @@ from support.network.features import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from omni_kvlink import KVConsumer, Payload, Received, ReceivedStream
+    from omni_kvlink import KVConsumer, Payload, Received, ReceivedBatch, ReceivedStream
     from omni_kvlink.lookup import LookupConsumer
     from omni_kvlink.lowlevel import CopyInto
     from support.network.peer_process import Incarnation, Log
@@ -302,7 +304,23 @@ class Receiver:
 
     async def _take_many(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         batch = await end.get_many(keys, timeout=timeout)
+        if self._rng.random() < 0.5:
+            self._scatter_many(batch, keys)
         return self._leave(list(batch), keys, self._draw(TAKEN, GIVEN_BACK), batch)
+
+    def _scatter_many(self, batch: ReceivedBatch[Received], keys: Sequence[str]) -> None:
+        """Copy payloads out, by two threads though they are small, and compare the copies."""
+        targets = [
+            recipe(key, incarnation_of(received._data)).make()
+            for key, received in zip(keys, batch, strict=True)
+        ]
+        for view in (view for data in targets for view in data.tensors()):
+            assert isinstance(view, torch.Tensor)
+            view.zero_()
+        with patch.object(received_batch, "SHARED", 0):
+            batch.scatter(targets)
+        for key, data in zip(keys, targets, strict=True):
+            self._check(key, data)
 
     async def _take_kept(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         """Get what is kept, and again at once; then what its producer waits for."""

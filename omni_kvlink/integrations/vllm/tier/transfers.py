@@ -86,16 +86,14 @@ class ChunkTransfers:
         """Load these chunks, which are got at once; the keys of those that are there."""
         loaded = []
         results = self._client.get_many([key.hex() for key, _ in chunks])
-        with ReceivedBatch([received for received in results if received is not None]):
-            for (key, row), received in zip(chunks, results, strict=True):
-                if received is None:
-                    continue
-                try:
-                    received.scatter({_CHUNK: row})
-                except KVLinkError as error:
-                    self._warn("loaded", error)
-                else:
-                    loaded.append(key)
+        found = [pair for pair in zip(results, chunks, strict=True) if pair[0] is not None]
+        with (batch := ReceivedBatch([received for received, _ in found if received is not None])):
+            errors = batch.scatter_each([{_CHUNK: row} for _, (_, row) in found])
+        for error, (_, (key, _)) in zip(errors, found, strict=True):
+            if error is None:
+                loaded.append(key)
+            else:
+                self._warn("loaded", error)
         return loaded
 
     def _chunks(self, job: TransferJob) -> Iterator[tuple[OffloadKey, torch.Tensor]]:
