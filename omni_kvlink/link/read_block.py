@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.errors import WireError, without_frames
 from omni_kvlink.telemetry import observers
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Ledger
     from omni_kvlink.copier import Copier
-    from omni_kvlink.link.copy_into import Targets
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.bundle import Payload
 
@@ -56,8 +55,8 @@ class ReceivedPayload(ReadBlock):
     _delivery: Delivery
     _data: Payload
 
-    def scatter(self, into: Targets) -> None:
-        """Copy it out."""
+    def scatter(self, into: Any) -> None:
+        """Copy it out; see `Received.scatter`."""
         raise NotImplementedError
 
 

@@ -132,8 +132,8 @@ class ReceivedBatch(ReadBlock, Sequence[R]):
         received = self._received
         if len(into) != len(received):
             raise SchemaError(f"{len(into)} targets for a batch of {len(received)} payloads")
-        nbytes = sum(one._delivery.open_region().nbytes for one in received)
-        return _Copies(received, into).run(2 if nbytes >= SHARED else 1)
+        nbytes = sum(payload._delivery.open_region().nbytes for payload in received)
+        return _BatchCopies(received, into).run(2 if nbytes >= SHARED else 1)
 
     def _coalesce(self, end: Callable[[R], None]) -> None:
         def end_all() -> None:
@@ -147,12 +147,12 @@ class ReceivedBatch(ReadBlock, Sequence[R]):
         return [received._data for received in self._received]
 
 
-class _Copies:
+class _BatchCopies:
     """The copies of a batch, which threads take one by one."""
 
     def __init__(self, received: Sequence[ReceivedPayload], into: Sequence[Targets]):
         self._received, self._into = received, into
-        self._left = deque(range(len(received)))
+        self._remaining = deque(range(len(received)))
         self._errors: list[KVLinkError | None] = [None] * len(received)
         self._fault: BaseException | None = None
 
@@ -161,20 +161,20 @@ class _Copies:
 
         When it raises, an interrupt too, no thread copies any more.
         """
-        others = [
+        helpers = [
             threading.Thread(target=self._help, name="kvlink-scatter", daemon=True)
             for _ in range(min(threads, len(self._received)) - 1)
         ]
         try:
-            self._start(others)
+            self._start(helpers)
             self._copy()
         except BaseException:
-            self._left.clear()
+            self._remaining.clear()
             raise
         finally:
-            for other in others:
-                if other.ident is not None:
-                    other.join()
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
         if self._fault is not None:
             raise self._fault
         return self._errors
@@ -190,13 +190,13 @@ class _Copies:
         try:
             self._copy()
         except BaseException as fault:
-            self._left.clear()
+            self._remaining.clear()
             self._fault = fault
 
     def _copy(self) -> None:
-        while self._left:
+        while self._remaining:
             try:
-                number = self._left.popleft()
+                number = self._remaining.popleft()
             except IndexError:  # another thread has taken the last one
                 return
             try:

@@ -60,7 +60,9 @@ def put(producer: KVProducer, floats: int = LARGE) -> tuple[list[torch.Tensor], 
     """Put a batch; return its tensors and receipts."""
     tensors = [torch.full((floats,), float(number)) for number in range(len(KEYS))]
     pairs = zip(KEYS, tensors, strict=True)
-    return tensors, producer.put_many([TensorTransferData(key, {"x": one}) for key, one in pairs])
+    return tensors, producer.put_many(
+        [TensorTransferData(key, {"x": tensor}) for key, tensor in pairs]
+    )
 
 
 def blank(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -74,7 +76,7 @@ def get(consumer: KVConsumer) -> ReceivedBatch[Received]:
 def are_equal(
     targets: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor]
 ) -> list[bool]:
-    return [torch.equal(target, one) for [target], one in zip(targets, sent, strict=True)]
+    return [torch.equal(target, tensor) for [target], tensor in zip(targets, sent, strict=True)]
 
 
 class Scatters:
@@ -83,12 +85,12 @@ class Scatters:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, meet: bool):
         self.threads = list[str]()
         self.before: Callable[[], object] = object
-        meeting, local, original = threading.Barrier(2), threading.local(), Received.scatter
+        barrier, local, original = threading.Barrier(2), threading.local(), Received.scatter
 
         def scatter(received: Received, into: Any) -> None:
             if meet and not hasattr(local, "has_met"):
                 local.has_met = True
-                meeting.wait(60)
+                barrier.wait(60)
             self.threads.append(threading.current_thread().name)
             self.before()
             original(received, into)
@@ -155,7 +157,7 @@ def test_an_error_is_one_payloads(
         else:
             errors = batch.scatter_each(targets)
             kinds = {3: IntegrityError, 5: SchemaError}
-            assert [type(one) for one in errors] == [kinds.get(n, type(None)) for n in range(8)]
+            assert [type(error) for error in errors] == [kinds.get(n, type(None)) for n in range(8)]
     others = [number for number in range(8) if number not in (3, 5)]
     assert all(are_equal([targets[n] for n in others], [sent[n] for n in others]))
     for number, receipt in enumerate(receipts):
@@ -188,5 +190,5 @@ def test_a_fault_ends_all(
     seen.before = interrupt
     with pytest.raises(Interrupted), (batch := get(ends[1])):
         batch.scatter(blank(sent))
-    assert not [one for one in threading.enumerate() if one.name == "kvlink-scatter"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvlink-scatter"]
     get(ends[1]).release()

@@ -26,7 +26,7 @@ IDENTITY_CHARS = 33
 """Characters of the identity at the end of a key: "@", and the digits."""
 _LOOKED_AT = 64
 """Payloads at which one search for those that are idle unknown to the table looks, at most."""
-_MOST_ASKED = 16
+_MOST_QUERIES = 16
 """Questions whose keys are put in order together, at most."""
 OTHER_IDENTITY = "the producer keeps it under another identity, whose bytes would be wrong"
 
@@ -76,7 +76,7 @@ class KeptTable:
         self._live, self._end = live, end
         self._kept: OrderedDict[str, Transfer] = OrderedDict()  # in the order of the search
         self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
-        self._asked: list[Sequence[str]] = []  # by `contains`; `_idle` is not in their order yet
+        self._queries: list[Sequence[str]] = []  # by `contains`; `_idle` is not in their order yet
         self._names: Counter[str] = Counter()  # of kept keys that have an identity
         self.on_idle: Callable[[], None] = lambda: None
         self.backing = _backing.get()
@@ -111,7 +111,7 @@ class KeptTable:
     def release(self, transfer: Transfer) -> None:
         """No reader may have it any more; it is the most recently used one then."""
         if transfer.is_idle and self._kept.get(transfer.key) is transfer:
-            self._order_asked()
+            self._order_queries()
             self._idle[transfer.key] = transfer
             self._idle.move_to_end(transfer.key)
             self.on_idle()
@@ -144,7 +144,7 @@ class KeptTable:
         One that an interrupt has lost is found when there is no other: each call looks at a few,
         so that a put which finds all in use holds up nobody.
         """
-        self._order_asked()
+        self._order_queries()
         for transfer in self._idle.values():
             if transfer.is_idle:
                 return transfer
@@ -165,15 +165,15 @@ class KeptTable:
                 answers.append(transfer is None and self._is_backed(key))
                 if not answers[-1]:
                     self.count_miss(key)
-        self._asked.append(keys)
-        if len(self._asked) > _MOST_ASKED:
-            self._order_asked()
+        self._queries.append(keys)
+        if len(self._queries) > _MOST_QUERIES:
+            self._order_queries()
         return tuple(answers)
 
-    def _order_asked(self) -> None:
+    def _order_queries(self) -> None:
         """Put what `contains` was asked for at the end, which no answer waits for."""
-        asked, self._asked = self._asked, []
-        for keys in asked:
+        queries, self._queries = self._queries, []
+        for keys in queries:
             for key in keys:
                 if key in self._idle:
                     self._idle.move_to_end(key)

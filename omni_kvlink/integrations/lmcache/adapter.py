@@ -199,14 +199,14 @@ class KVLinkL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         bits, loaded = Bitmap(len(keys)), []
         results = self._client.get_many(map(self._key, keys))
         with ReceivedBatch([received for received in results if received is not None]):
-            found = [
+            payloads = [
                 (number, received, {PART: bytes_of(chunk)})
                 for number, (received, chunk) in enumerate(zip(results, chunks, strict=True))
                 if received is not None and self._has_layout(received, chunk)
             ]
-            batch = ReceivedBatch([received for _, received, _ in found])
-            errors = batch.scatter_each([into for _, _, into in found])
-        for error, (number, *_) in zip(errors, found, strict=True):
+            batch = ReceivedBatch([received for _, received, _ in payloads])
+            errors = batch.scatter_each([into for _, _, into in payloads])
+        for error, (number, *_) in zip(errors, payloads, strict=True):
             if self._is_copied(error):
                 bits.set(number)
                 loaded.append(keys[number])

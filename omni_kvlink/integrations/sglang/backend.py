@@ -284,11 +284,11 @@ class KVLinkHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     ) -> list[bool]:
         """Copy pages out, which are got and released together; which of them are there."""
         results = self._client.get_many([pool.key(key) for key in keys])
-        found = [number for number, page in enumerate(results) if page is not None]
+        numbers = [number for number, page in enumerate(results) if page is not None]
         with (batch := ReceivedBatch([page for page in results if page is not None])):
-            errors = batch.scatter_each([targets[number] for number in found])
+            errors = batch.scatter_each([targets[number] for number in numbers])
         are_copied = [False] * len(keys)
-        for number, error in zip(found, errors, strict=True):
+        for number, error in zip(numbers, errors, strict=True):
             are_copied[number] = self._is_copied(error)
         return are_copied
 

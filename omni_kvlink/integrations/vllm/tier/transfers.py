@@ -86,10 +86,10 @@ class ChunkTransfers:
         """Load these chunks, which are got at once; the keys of those that are there."""
         loaded = []
         results = self._client.get_many([key.hex() for key, _ in chunks])
-        found = [pair for pair in zip(results, chunks, strict=True) if pair[0] is not None]
-        with (batch := ReceivedBatch([received for received, _ in found if received is not None])):
-            errors = batch.scatter_each([{_CHUNK: row} for _, (_, row) in found])
-        for error, (_, (key, _)) in zip(errors, found, strict=True):
+        pairs = [pair for pair in zip(results, chunks, strict=True) if pair[0] is not None]
+        with (batch := ReceivedBatch([received for received, _ in pairs if received is not None])):
+            errors = batch.scatter_each([{_CHUNK: row} for _, (_, row) in pairs])
+        for error, (_, (key, _)) in zip(errors, pairs, strict=True):
             if error is None:
                 loaded.append(key)
             else:
