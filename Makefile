@@ -275,11 +275,6 @@ asan-vllm: .venv-vllm/$(VLLM)/.ready
 		tests/integrations/vllm/test_vllm_device.py $(ARGS)
 
 # Tensors that change before a put, with borders around torch's memory, which the library watches, too.
-# Of what is gathered, at every line; of the smallest and the largest, at some: at every one with EVERY_LINE=1.
-ifndef EVERY_LINE
-SOME_LINES := -k "not test_every_line or gathered"
-endif
-
 asan-tensors: $(VENV)/.ready
 	rm -rf build/asan-tensors
 	OMNI_KVLINK_CUDA=off CXXFLAGS="-g -O1 -fsanitize=address" \
@@ -287,7 +282,7 @@ asan-tensors: $(VENV)/.ready
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan-tensors \
 		$(BIN)/pytest $(PARALLEL) tests/payload/test_tensor_memory.py \
-		tests/payload/test_changes_at_every_line.py $(SOME_LINES) $(ARGS)
+		tests/payload/test_changes_at_every_line.py $(ARGS)
 
 tsan:
 	mkdir -p build

@@ -14,7 +14,7 @@ from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.copier import COPIER, Copier, named_copier
-from omni_kvlink.errors import ConnectorError, SchemaError
+from omni_kvlink.errors import ConnectorError, KVLinkError, SchemaError
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from omni_kvlink.connectors.base import Connector
+    from omni_kvlink.connectors.base import Connector, Producer
     from omni_kvlink.connectors.protocol.kept_table import Backing
     from omni_kvlink.payload.bundle import Payload
 
@@ -160,7 +160,10 @@ def open_producer(
     digests: bool = True,
     backing: Backing | None = None,
 ) -> KVProducer:
-    """Do what `KVLink.serve` does; gets of what memory lacks ask `backing`, which may put it."""
+    """Do what `KVLink.serve` does; gets of what is not in memory ask `backing`, which may put it.
+
+    KVLinkError if there is a backing, and the connector keeps no payloads.
+    """
     Flag().read(digests, "digests")
     opening = _Opening(url, copier, {**options})
 
@@ -168,6 +171,8 @@ def open_producer(
         with translate_errors(url), backed_by(backing):
             end = opening.connector.serve(opening.address, opening.options)
         opening.check_path(end)
+        if backing is not None:
+            opening.check_keeps(end)
         bound, reason = url.replace(*end.bound_url, 1), opening.host_reason(end)
         return KVProducer(bound, end, opening.copier, digests=digests, host_reason=reason)
 
@@ -202,6 +207,14 @@ class _Opening:
         if refusal:
             end.close()
             raise ConnectorError(f"{self._scheme}://{self.address}: {refusal}")
+
+    def check_keeps(self, end: Producer) -> None:
+        """Close an end that keeps no payloads, and raise its KVLinkError."""
+        try:
+            _ = end.kept
+        except KVLinkError:
+            end.close()
+            raise
 
     def host_reason(self, end: Connector) -> str:
         """Return why the payloads of this end lie in the host's memory; "" if they do not."""

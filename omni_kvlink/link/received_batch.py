@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from omni_kvlink.connectors.protocol.delivery import send_separately
-from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, SchemaError, without_frames
+from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
+from omni_kvlink.link.batch_copies import BatchCopies
 from omni_kvlink.link.read_block import ReadBlock, ReceivedPayload
-from omni_kvlink.system.threads import start_thread
 from omni_kvlink.system.waits import Deadline
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.bundle import Payload
 
 R = TypeVar("R", bound=ReceivedPayload)
-SHARED = 8 << 20
-"""Bytes of a batch from which a second thread is worth its start: one copies, one prepares."""
 
 
 class PendingBatch(Generic[R]):
@@ -116,12 +112,12 @@ class ReceivedBatch(ReadBlock, Sequence[R]):
     def scatter(self, into: Sequence[Targets]) -> None:
         """Copy each payload out, as `Received.scatter` does, into the targets at its place.
 
-        Two threads share the copies of a large batch. Blocks until all are done.
+        Blocks until all are copied. A second thread shares a large batch; see `BatchCopies`.
 
         Raises:
             SchemaError: `into` has not as many targets as there are payloads; nothing was written.
-            SchemaError, IntegrityError: as `Received.scatter`, of the first payload that has one;
-                the others have been copied.
+            KVLinkError: what `Received.scatter` raises, of the first payload that could not be
+                copied; all others have been copied.
         """
         for error in self.scatter_each(into):
             if error is not None:
@@ -129,11 +125,9 @@ class ReceivedBatch(ReadBlock, Sequence[R]):
 
     def scatter_each(self, into: Sequence[Targets]) -> list[KVLinkError | None]:
         """Do what `scatter` does, and return the error of each payload; None if it is copied."""
-        received = self._received
-        if len(into) != len(received):
-            raise SchemaError(f"{len(into)} targets for a batch of {len(received)} payloads")
-        nbytes = sum(payload._delivery.open_region().nbytes for payload in received)
-        return _BatchCopies(received, into).run(2 if nbytes >= SHARED else 1)
+        if len(into) != len(self):
+            raise SchemaError(f"{len(into)} targets for a batch of {len(self)} payloads")
+        return BatchCopies(self._received, into).run()
 
     def _coalesce(self, end: Callable[[R], None]) -> None:
         def end_all() -> None:
@@ -145,61 +139,3 @@ class ReceivedBatch(ReadBlock, Sequence[R]):
 
     def __enter__(self) -> list[Payload]:
         return [received._data for received in self._received]
-
-
-class _BatchCopies:
-    """The copies of a batch, which threads take one by one."""
-
-    def __init__(self, received: Sequence[ReceivedPayload], into: Sequence[Targets]):
-        self._received, self._into = received, into
-        self._remaining = deque(range(len(received)))
-        self._errors: list[KVLinkError | None] = [None] * len(received)
-        self._fault: BaseException | None = None
-
-    def run(self, threads: int) -> list[KVLinkError | None]:
-        """Copy all, in so many threads with the caller's; return the errors, or raise a fault.
-
-        When it raises, an interrupt too, no thread copies any more.
-        """
-        helpers = [
-            threading.Thread(target=self._help, name="kvlink-scatter", daemon=True)
-            for _ in range(min(threads, len(self._received)) - 1)
-        ]
-        try:
-            self._start(helpers)
-            self._copy()
-        except BaseException:
-            self._remaining.clear()
-            raise
-        finally:
-            for helper in helpers:
-                if helper.ident is not None:
-                    helper.join()
-        if self._fault is not None:
-            raise self._fault
-        return self._errors
-
-    def _start(self, threads: Sequence[threading.Thread]) -> None:
-        try:
-            for thread in threads:
-                start_thread(thread)
-        except CapacityError:
-            pass  # those that run, the caller's at least, copy all
-
-    def _help(self) -> None:
-        try:
-            self._copy()
-        except BaseException as fault:
-            self._remaining.clear()
-            self._fault = fault
-
-    def _copy(self) -> None:
-        while self._remaining:
-            try:
-                number = self._remaining.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
-            try:
-                self._received[number].scatter(self._into[number])
-            except KVLinkError as error:
-                self._errors[number] = without_frames(error)

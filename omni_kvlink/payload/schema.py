@@ -531,7 +531,7 @@ class KVCacheTransferData(PayloadBase):
 
 
 def are_request_ids(request_ids: Sequence[str]) -> bool:
-    """Whether `check_request_id` would take each; sooner than it."""
+    """Return whether each is a valid request id; see `check_request_id`, which says why not."""
     try:
         return all(map(_REQUEST_ID.fullmatch, request_ids))
     except TypeError:  # one is no string

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink import KVLink
+from omni_kvlink import KVLink, KVLinkError
+from omni_kvlink.connectors.base import Producer
+from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.kept import PayloadStore, StoreClient
 from omni_kvlink.kept import store as store_module
 from omni_kvlink.kept.store_writer import StoreWriter
@@ -75,6 +77,16 @@ def test_a_client_that_asks_while_the_store_opens(
     with PayloadStore("shm://s", **where):
         thread.join()
     assert torch.equal(found[0], sent)
+
+
+def test_a_connector_that_keeps_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store over it is refused at once, and leaves neither its name nor its directory taken."""
+    where: dict[str, Any] = {"budget": "8MiB", "files": Path(root) / "files", "directory": root}
+    with monkeypatch.context() as patch:
+        patch.setattr(PooledProducer, "kept", Producer.kept)
+        with pytest.raises(KVLinkError, match="keeps no payloads"):
+            PayloadStore("shm://s", **where)
+    PayloadStore("shm://s", **where).close()
 
 
 def test_a_store_that_is_stopped_goes_on(root: str) -> None:

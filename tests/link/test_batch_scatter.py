@@ -1,9 +1,10 @@
-"""`ReceivedBatch.scatter`: two threads share a large batch, and an error is one payload's."""
+"""`ReceivedBatch.scatter`: two threads share a large batch, and an error is that of one payload."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from omni_kvlink import (
     TensorTransferData,
     TransferFailed,
 )
-from omni_kvlink.link.received_batch import SHARED
+from omni_kvlink.link.batch_copies import SHARED
 from omni_kvlink.system import threads
 from omni_kvlink.testing.rig import expect
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+T = TypeVar("T")
 KEYS = [f"k{number}" for number in range(8)]
 LARGE = SHARED // 4 // len(KEYS)
-"""Floats of a payload, of which the batch is large; of one fewer, it is not."""
+"""Floats of each payload of a large batch."""
 
 
 class Interrupted(BaseException):
@@ -73,6 +75,12 @@ def get(consumer: KVConsumer) -> ReceivedBatch[Received]:
     return consumer.get_many(KEYS, timeout=60)
 
 
+def in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """Call it outside the main thread, where a second thread may help."""
+    with ThreadPoolExecutor(1, "caller") as pool:
+        return pool.submit(call, *arguments).result()
+
+
 def are_equal(
     targets: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor]
 ) -> list[bool]:
@@ -104,36 +112,72 @@ def test_two_threads_copy_a_large_batch(
     (sent, _), seen = put(ends[0]), Scatters(monkeypatch, meet=True)
     targets = blank(sent)
     with (batch := get(ends[1])):
-        batch.scatter(targets)
+        in_thread(batch.scatter, targets)
     assert all(are_equal(targets, sent))
     assert len(seen.threads) == len(KEYS)
-    assert set(seen.threads) == {threading.current_thread().name, "kvlink-scatter"}
+    assert set(seen.threads) == {"caller_0", "kvlink-scatter"}
 
 
-def test_one_thread_copies_a_small_batch(
-    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["small batch", "main thread", "device"])
+def test_the_caller_alone(
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    (sent, _), seen = put(ends[0], LARGE // 2), Scatters(monkeypatch, meet=False)
+    """Where a second thread gains nothing, or its copies could come at a wrong time."""
+    floats = LARGE // 2 if where == "small batch" else LARGE
+    (sent, _), seen = put(ends[0], floats), Scatters(monkeypatch, meet=False)
     targets = blank(sent)
+    if where == "device":
+        targets[7] = [torch.empty(floats, device="meta")]
     with (batch := get(ends[1])):
-        batch.scatter(targets)
-    assert all(are_equal(targets, sent))
-    assert set(seen.threads) == {threading.current_thread().name}
+        call = batch.scatter_each
+        errors = call(targets) if where == "main thread" else in_thread(call, targets)
+    assert all(are_equal(targets[:7], sent[:7]))
+    assert errors[:7] == [None] * 7
+    assert isinstance(errors[7], SchemaError) is (where == "device")
+    assert set(seen.threads) == {"MainThread" if where == "main thread" else "caller_0"}
 
 
 def test_no_second_thread_to_be_had(
     ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, _ = put(ends[0])
-    targets = blank(sent)
+    targets, refused = blank(sent), list[None]()
 
     def refuse(*_: Any) -> None:
+        refused.append(None)
         raise RuntimeError("can't start new thread")
 
-    with (batch := get(ends[1])), monkeypatch.context() as patch:
-        patch.setattr(threads, "uninterrupted", refuse)
-        batch.scatter(targets)
+    def copy(batch: ReceivedBatch[Received]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threads, "uninterrupted", refuse)
+            batch.scatter(targets)
+
+    with (batch := get(ends[1])):
+        in_thread(copy, batch)
+    assert refused
     assert all(are_equal(targets, sent))
+
+
+@pytest.mark.parametrize("copier_name", ["native", "torch"])
+def test_tensors_of_inference_mode(
+    sockets: str, monkeypatch: pytest.MonkeyPatch, copier_name: str
+) -> None:
+    """The second thread writes to them, too, and is not in that mode, which is of a thread."""
+    url, _ = f"shm://batch-scatter?directory={sockets}", Scatters(monkeypatch, meet=True)
+
+    def copy(batch: ReceivedBatch[Received]) -> list[list[torch.Tensor]]:
+        with torch.inference_mode():
+            targets = blank(sent)
+            batch.scatter(targets)
+            return targets
+
+    with (
+        KVLink.serve(url, quota=4 * SHARED) as producer,
+        KVLink.connect(url, timeout=60, copier=copier_name) as consumer,
+    ):
+        sent, _ = put(producer)
+        with (batch := get(consumer)):
+            assert all(are_equal(in_thread(copy, batch), sent))
 
 
 @pytest.mark.parametrize("floats", [LARGE, 100])
@@ -153,9 +197,9 @@ def test_an_error_is_one_payloads(
     targets[5] = [torch.zeros(floats + 1)]
     with (batch := get(ends[1])):
         if call == "scatter":
-            expect(IntegrityError, batch.scatter, targets)
+            in_thread(expect, IntegrityError, batch.scatter, targets)
         else:
-            errors = batch.scatter_each(targets)
+            errors = in_thread(batch.scatter_each, targets)
             kinds = {3: IntegrityError, 5: SchemaError}
             assert [type(error) for error in errors] == [kinds.get(n, type(None)) for n in range(8)]
     others = [number for number in range(8) if number not in (3, 5)]
@@ -181,14 +225,21 @@ def test_a_fault_ends_all(
 ) -> None:
     """What interrupts a copy leaves the call when no thread copies any more."""
     (sent, _), seen = put(ends[0]), Scatters(monkeypatch, meet=True)
-    mine = threading.current_thread()
+    alive = list[str]()
 
     def interrupt() -> None:
-        if (threading.current_thread() is mine) == (where == "caller"):
+        if (threading.current_thread().name == "caller_0") == (where == "caller"):
             raise Interrupted
+
+    def copy(batch: ReceivedBatch[Received]) -> None:
+        try:
+            batch.scatter(blank(sent))
+        finally:
+            alive.extend(thread.name for thread in threading.enumerate())
 
     seen.before = interrupt
     with pytest.raises(Interrupted), (batch := get(ends[1])):
-        batch.scatter(blank(sent))
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvlink-scatter"]
+        in_thread(copy, batch)
+    assert "caller_0" in alive
+    assert "kvlink-scatter" not in alive
     get(ends[1]).release()

@@ -26,8 +26,8 @@ IDENTITY_CHARS = 33
 """Characters of the identity at the end of a key: "@", and the digits."""
 _LOOKED_AT = 64
 """Payloads at which one search for those that are idle unknown to the table looks, at most."""
-_MOST_QUERIES = 16
-"""Questions whose keys are put in order together, at most."""
+_MOST_QUERIES = 4
+"""Calls of `contains` whose keys are not marked as used yet, at most."""
 OTHER_IDENTITY = "the producer keeps it under another identity, whose bytes would be wrong"
 
 
@@ -52,9 +52,10 @@ _backing: ContextVar[Backing | None] = ContextVar("_backing", default=None)
 
 @contextmanager
 def backed_by(backing: Backing | None) -> Iterator[None]:
-    """Have the tables that are made in the block ask `backing`, from their first get on.
+    """Give each `KeptTable` that is made in the block this backing.
 
-    A table that learned of it later would tell the gets before that there is no such payload.
+    A connector's `serve` makes the table and answers gets before it returns; a table without its
+    backing would answer them that there is no such payload.
     """
     token = _backing.set(backing)
     try:
@@ -76,7 +77,7 @@ class KeptTable:
         self._live, self._end = live, end
         self._kept: OrderedDict[str, Transfer] = OrderedDict()  # in the order of the search
         self._idle: OrderedDict[str, Transfer] = OrderedDict()  # the least recently used first
-        self._queries: list[Sequence[str]] = []  # by `contains`; `_idle` is not in their order yet
+        self._queries: list[Sequence[str]] = []  # of `contains`, not marked as used yet
         self._names: Counter[str] = Counter()  # of kept keys that have an identity
         self.on_idle: Callable[[], None] = lambda: None
         self.backing = _backing.get()
@@ -111,7 +112,7 @@ class KeptTable:
     def release(self, transfer: Transfer) -> None:
         """No reader may have it any more; it is the most recently used one then."""
         if transfer.is_idle and self._kept.get(transfer.key) is transfer:
-            self._order_queries()
+            self._mark_queried()
             self._idle[transfer.key] = transfer
             self._idle.move_to_end(transfer.key)
             self.on_idle()
@@ -144,7 +145,7 @@ class KeptTable:
         One that an interrupt has lost is found when there is no other: each call looks at a few,
         so that a put which finds all in use holds up nobody.
         """
-        self._order_queries()
+        self._mark_queried()
         for transfer in self._idle.values():
             if transfer.is_idle:
                 return transfer
@@ -167,11 +168,11 @@ class KeptTable:
                     self.count_miss(key)
         self._queries.append(keys)
         if len(self._queries) > _MOST_QUERIES:
-            self._order_queries()
+            self._mark_queried()
         return tuple(answers)
 
-    def _order_queries(self) -> None:
-        """Put what `contains` was asked for at the end, which no answer waits for."""
+    def _mark_queried(self) -> None:
+        """Mark the keys of earlier calls of `contains` as used, which no answer waits for."""
         queries, self._queries = self._queries, []
         for keys in queries:
             for key in keys:

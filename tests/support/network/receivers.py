@@ -32,7 +32,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.aio import AsyncKVConsumer
-from omni_kvlink.link import received_batch
+from omni_kvlink.link import batch_copies
 from omni_kvlink.lowlevel import BackgroundGet, begin_get
 from omni_kvlink.testing.caches import fingerprint, hash_chunk, hash_tensors
 from support.network import lookups
@@ -317,8 +317,8 @@ class Receiver:
         for view in (view for data in targets for view in data.tensors()):
             assert isinstance(view, torch.Tensor)
             view.zero_()
-        with patch.object(received_batch, "SHARED", 0):
-            batch.scatter(targets)
+        with patch.object(batch_copies, "SHARED", 0), ThreadPoolExecutor(1) as pool:
+            pool.submit(batch.scatter, targets).result()
         for key, data in zip(keys, targets, strict=True):
             self._check(key, data)
 
